@@ -1,0 +1,66 @@
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+# Written last: without it the environment is half made and is made anew.
+READY := .venv/.ready
+PINS := .ci/constraints.txt
+
+# An environment that is there but does not start (its Python was removed) is not ready either.
+ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),starts)
+.PHONY: $(READY)
+endif
+
+.PHONY: help .venv demo test test-deep check check-format check-lint check-types check-layers bench format clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
+
+.venv: $(READY)  ## the environment, with the versions of .ci/constraints.txt (PYTHON=python3.12 to choose the Python)
+
+# The pins are given by variables because a build environment does not see pip's -c option.
+$(READY): pyproject.toml $(PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "fdp needs Python 3.11 or newer; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1)." \
+	    "Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing (on Debian: python3-venv)." >&2; exit 1; }
+	@if test -e $@ && $(BIN)/python -m pip --version >/dev/null 2>&1; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
+	PIP_CONSTRAINT=$(PINS) PIP_BUILD_CONSTRAINT=$(PINS) $(BIN)/python -m pip install --quiet --editable '.[dev,demo]'
+	@touch $@
+
+demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
+	$(BIN)/python -m pytest $(ARGS)
+
+test-deep: $(READY)  ## property tests with many examples
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS)
+
+check: check-format check-lint check-types check-layers  ## format, lint, types and layers
+
+check-format: $(READY)
+	$(BIN)/python -m ruff format --check
+
+check-lint: $(READY)
+	$(BIN)/python -m ruff check
+
+# Without the variable pyright asks the network for its newest version.
+check-types: $(READY)
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/python -m pyright
+
+check-layers: $(READY)
+	$(BIN)/lint-imports --no-logo
+
+bench: $(READY)  ## run every script in benchmarks/
+	@set -e; for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+format: $(READY)  ## format the code and mend what ruff can
+	$(BIN)/python -m ruff check --fix-only
+	$(BIN)/python -m ruff format
+
+clean:  ## remove everything that was made
+	rm -rf .venv .hypothesis .import_linter_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

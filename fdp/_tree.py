@@ -1,0 +1,303 @@
+"""All contact with optree: flattening, prefix specs, structure checks, paths.
+
+Two things are added to optree. Types that it does not know are registered under the namespace `"fdp"` when they are
+first met: dataclasses, and what is registered with `torch.utils._pytree`. And an opaque object that visibly holds
+tensors is refused, because its tensors would silently be neither split nor moved.
+"""
+
+import sys
+import threading
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from fdp._nodes import NAMESPACE, Packed, holds_tensors, node_functions, refusal
+from fdp._typing import Dims, Tree
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, tuple, deque)
+_PLAIN_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, torch.Size}
+_HOLDERS: set[type] = set()
+_REGISTERING = threading.Lock()
+
+
+class _PrefixError(ValueError):
+    """A spec tree that is not a prefix of its tree."""
+
+
+class _TreeTypeError(TypeError):
+    """A leaf that may not be one."""
+
+
+class Flat(NamedTuple):
+    """A flattened tree: its leaves, the spec that holds for each, and how to put it together again."""
+
+    name: str
+    leaves: list[Any]
+    specs: list[Any]
+    structure: optree.PyTreeSpec
+
+    def path(self, index: int) -> str:
+        """Where a leaf stands, as the user would write it: `inputs[0]['x']`."""
+        return optree.treespec_accessors(self.structure)[index].codify(self.name)
+
+
+def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: str = "fdp") -> Flat:
+    """Flatten a tree and give each leaf the spec that the prefix tree `dims` has for it.
+
+    A list or tuple under the spec `"items"` is one leaf. Messages start with `where`, and call the tree `name` and the
+    specs `choices`.
+    """
+    try:
+        return _flatten_prefix(tree, name, dims, choices)
+    except _TreeTypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    except _PrefixError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
+    leaves, structure = _flatten(tree, name)
+    if not isinstance(dims, int | None):
+        _register_nodes(dims)
+    if is_spec_leaf(dims) and not _is_items(dims):
+        return Flat(name, leaves, [dims] * len(leaves), structure)
+    places = _walk(dims, tree, lambda: name, choices)
+    if any(_is_items(spec) for _, spec in places):
+        structure = _structure_with_items(dims, tree, lambda: name, choices)
+    leaves, specs = [], []
+    for node, spec in places:
+        below = [node] if _is_items(spec) else optree.tree_leaves(node, namespace=NAMESPACE)
+        leaves += below
+        specs += [spec] * len(below)
+    return Flat(name, leaves, specs, structure)
+
+
+def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Tree:
+    """Inverse of `flatten`."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
+    """Apply `fn` leaf by leaf; the trees have equal structures."""
+    leaves, structure = _flatten(tree, "tree")
+    columns = [structure.flatten_up_to(rest) for rest in rests]
+    return optree.tree_unflatten(structure, map(fn, leaves, *columns))
+
+
+def leaves_up_to(structure: optree.PyTreeSpec, tree: Tree) -> list[Tree]:
+    """For each leaf of `structure`, what stands there in a tree that may go deeper."""
+    return structure.flatten_up_to(tree)
+
+
+def tensors_in(tree: Tree) -> list[torch.Tensor]:
+    """All tensors of a tree."""
+    return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, torch.Tensor)]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is a numpy array of at least one dimension, which may well have rows."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0
+
+
+def register_leaf(cls: type) -> None:
+    """Let trees hold a type as a leaf although it holds tensors. It takes any spec, also a tree of specs."""
+    _PLAIN_LEAVES.add(cls)
+    _HOLDERS.add(cls)
+
+
+def is_spec_leaf(spec: Any) -> bool:
+    """Whether a node of a spec tree is a spec, rather than a container of specs."""
+    return spec is None or isinstance(spec, int | str) or _is_leaf(spec)
+
+
+def named_spec(structure: optree.PyTreeSpec, specs: Sequence[Any]) -> Dims:
+    """Put resolved specs in the shape of a tree: one spec where all agree, dicts for nodes with named fields."""
+    if structure.is_leaf() or (len(set(map(repr, specs))) <= 1 and "items" not in specs):
+        return specs[0] if specs else None  # "items" is about one list, and would not stand for what holds it
+    children, start = [], 0
+    for child in structure.children():
+        children.append(named_spec(child, specs[start : start + child.num_leaves]))
+        start += child.num_leaves
+    if structure.type in _MAPPINGS:
+        return dict(zip(structure.entries(), children, strict=True))
+    if names := _field_names(structure.type, structure.entries()):
+        return dict(zip(names, children, strict=True))
+    return structure.type(children) if structure.type in _SEQUENCES else tuple(children)
+
+
+def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, path: str) -> tuple[str, str, str]:
+    """Path of the first node at which two structures differ, and what each has there."""
+    if a.type is b.type and a.entries() == b.entries():
+        for accessor, left, right in zip(_child_accessors(a), a.children(), b.children(), strict=True):
+            if left != right:
+                return first_difference(left, right, accessor.codify(path))
+    one, other = _describe(a), _describe(b)
+    return (path, one, other) if one != other else (path, _describe_more(a), _describe_more(b))
+
+
+def _child_accessors(structure: optree.PyTreeSpec) -> list[optree.PyTreeAccessor]:
+    return optree.treespec_accessors(structure.one_level() or structure)
+
+
+def _is_items(spec: Any) -> bool:
+    return isinstance(spec, str) and spec == "items"
+
+
+def _is_leaf(tree: Tree) -> bool:
+    return optree.tree_is_leaf(tree, namespace=NAMESPACE)
+
+
+def _one_level(tree: Tree) -> tuple[list[Tree], optree.PyTreeSpec]:
+    """The children of a node, and the structure that puts them together."""
+    return optree.tree_flatten(tree, lambda node: node is not tree, namespace=NAMESPACE)
+
+
+def _children(tree: Tree) -> list[Tree]:
+    # For dynamo a tuple is not itself, and the way below would take the whole for a leaf.
+    return list(tree) if isinstance(tree, tuple | list) else _one_level(tree)[0]
+
+
+def _entries(tree: Tree) -> Sequence[Any]:
+    return range(len(tree)) if isinstance(tree, tuple | list) else _one_level(tree)[1].entries()
+
+
+def _child_path(tree: Tree, index: int, path: str) -> str:
+    return optree.treespec_accessors(_one_level(tree)[1])[index].codify(path)
+
+
+def _describe(structure: optree.PyTreeSpec) -> str:
+    if structure.is_leaf() or structure.type is None:
+        return "a leaf"
+    if structure.type is type(None):
+        return "None"
+    entries = structure.entries()
+    if structure.type in _MAPPINGS:
+        return f"a {structure.type.__name__} with keys {entries}"
+    return f"a {structure.type.__name__} of {len(entries)}"
+
+
+def _describe_more(structure: optree.PyTreeSpec) -> str:
+    """For structures that look alike: with what else a node is made of, such as the maxlen of a deque."""
+    return f"{_describe(structure)}, {structure.one_level()}"
+
+
+def _field_names(cls: Any, entries: Sequence[Any]) -> list[str] | None:
+    if optree.is_namedtuple_class(cls):
+        return list(optree.namedtuple_fields(cls))
+    return list(entries) if all(isinstance(entry, str) for entry in entries) else None
+
+
+def _walk(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> list[tuple[Tree, Any]]:
+    """Go down both trees together: the places where the prefix tree ends, with the spec it has there."""
+    if is_spec_leaf(spec) or type(tree) in _HOLDERS:
+        return [(tree, spec)]
+    if _is_leaf(tree) or tree is None:
+        raise _not_a_prefix(spec, tree, path, choices)
+    places = []
+    for i, (child_spec, child) in enumerate(zip(_child_specs(spec, tree, path, choices), _children(tree), strict=True)):
+        places += _walk(child_spec, child, lambda i=i: _child_path(tree, i, path()), choices)
+    return places
+
+
+def _structure_with_items(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> optree.PyTreeSpec:
+    """The structure of a tree in which the lists under "items" are leaves."""
+    if _is_items(spec):
+        return optree.treespec_leaf(namespace=NAMESPACE)
+    if is_spec_leaf(spec) or type(tree) in _HOLDERS:
+        return optree.tree_structure(tree, namespace=NAMESPACE)
+    children, node = _one_level(tree)
+    specs = _child_specs(spec, tree, path, choices)
+    structures = iter(
+        [_structure_with_items(s, child, path, choices) for s, child in zip(specs, children, strict=True)]
+    )
+    return optree.treespec_transform(node, None, lambda _: next(structures))
+
+
+def _child_specs(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> list[Dims]:
+    """The specs for the children of a node, from a spec of the same type, a dict of names, or a tuple."""
+    keys, given = _entries(tree), _children(spec)
+    if type(tree) in _MAPPINGS:
+        if type(spec) in _MAPPINGS and spec.keys() == set(keys):
+            return [spec[key] for key in keys]
+    elif type(spec) in _MAPPINGS and (names := _field_names(type(tree), keys)) is not None:
+        if unknown := [name for name in spec if name not in names]:
+            raise _PrefixError(
+                f"{choices} names {unknown}, but {path()} is a {type(tree).__name__} with fields {names}"
+            )
+        return [spec.get(name, 0) for name in names]
+    elif type(spec) is type(tree) and all(isinstance(key, str) for key in keys):
+        by_name = dict(zip(_entries(spec), given, strict=True))  # a Hugging Face output leaves out what is None
+        return [by_name.get(key) for key in keys]
+    elif len(keys) == len(given) and type(spec) in (type(tree), *(() if type(tree) in _SEQUENCES else (tuple,))):
+        return given
+    raise _not_a_prefix(spec, tree, path, choices)
+
+
+def _not_a_prefix(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> "_PrefixError":
+    there, here = (f"a leaf ({type(t).__name__})" if _is_leaf(t) else _describe(_one_level(t)[1]) for t in (tree, spec))
+    return _PrefixError(f"{path()} is {there}, but {choices} has {here} there: not a prefix of it")
+
+
+def _flatten(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    unknown = {type(leaf) for leaf in leaves} - _PLAIN_LEAVES
+    if not unknown:
+        return leaves, structure
+    _register_nodes(tree)
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    refused = [i for i, leaf in enumerate(leaves) if type(leaf) in unknown and holds_tensors(leaf)]
+    if refused:
+        accessors = optree.treespec_accessors(structure)
+        paths = [(accessors[i][:-1] if isinstance(leaves[i], Packed) else accessors[i]).codify(name) for i in refused]
+        raise _TreeTypeError("; ".join(refusal(leaves[i], path) for i, path in zip(refused, paths, strict=True)))
+    return leaves, structure
+
+
+def _register_nodes(tree: Tree) -> None:
+    """Register the containers in disguise among the leaves, and then those inside them."""
+    unknown = {type(leaf) for leaf in optree.tree_leaves(tree, namespace=NAMESPACE)} - _PLAIN_LEAVES
+    found = [cls.__name__ for cls in unknown if _register(cls)]
+    if found and torch.compiler.is_compiling():  # what is being traced does not see it
+        raise _TreeTypeError(
+            f"{', '.join(found)} was met for the first time, while compiling. Call once without compile"
+        )
+    if found:
+        _register_nodes(tree)
+
+
+@torch.compiler.assume_constant_result
+def _register(cls: type) -> bool:
+    """Register a type of leaf with optree if it is a container in disguise; whether it was."""
+    if issubclass(cls, torch.Tensor):
+        _PLAIN_LEAVES.add(cls)
+        return False
+    functions = node_functions(cls)
+    if functions is None:
+        return False
+    with _REGISTERING:
+        if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
+            optree.register_pytree_node(cls, *functions, path_entry_type=_Entry, namespace=NAMESPACE)
+    return True
+
+
+class _Entry(optree.PyTreeEntry):
+    """A step into a registered type: a field by its name, or a key or position."""
+
+    def codify(self, node: str = "") -> str:
+        by_name = isinstance(self.entry, str) and not issubclass(self.type, dict) and self.entry.isidentifier()
+        return f"{node}.{self.entry}" if by_name else f"{node}[{self.entry!r}]"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # optree warns that this overrides its rule for namedtuples
+    packed: Any = PackedSequence
+    optree.register_pytree_node(
+        packed, lambda obj: ((Packed(obj),), None), lambda _, children: next(iter(children)), namespace=NAMESPACE
+    )

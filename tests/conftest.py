@@ -1,0 +1,18 @@
+"""What holds for every test of this folder."""
+
+import warnings
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the tensors are tiny
+
+with warnings.catch_warnings():
+    # Forward-mode AD loads this at its first use, and torch warns there of its own `torch.jit.script`.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

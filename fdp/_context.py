@@ -1,0 +1,111 @@
+"""What a shard sees of its surroundings: its place among the slots, and the state it must not leak to the others."""
+
+import contextlib
+import contextvars
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of a running shard: which one of how many, its rows, its device, and which piece of it runs."""
+
+    index: int
+    count: int
+    rows: range | None
+    device: torch.device
+    axis_name: str
+    piece: int | None = None
+
+    def __str__(self) -> str:
+        piece = "" if self.piece is None else f", microbatch {self.piece}"
+        rows = "" if self.rows is None else f", rows {self.rows.start}:{self.rows.stop}"
+        axis = "" if self.axis_name == "data" else f" of axis {self.axis_name!r}"
+        return f"in shard {self.index} of {self.count}{axis}{piece}{rows}, on {self.device}"
+
+
+_SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
+
+
+def current_slot() -> Slot | None:
+    """The slot that this code runs in, innermost call first; None outside of mapped functions."""
+    # A traced function cannot read context variables.
+    return None if torch.compiler.is_compiling() else _SLOT.get(None)
+
+
+def run_in_slot(slot: Slot, seed: int | None, call: Callable[[], Any]) -> Any:
+    """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
+    if torch.compiler.is_compiling():
+        if seed is not None:
+            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
+        return call()
+
+    def enter() -> Any:
+        _SLOT.set(slot)
+        # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
+        with torch.set_grad_enabled(torch.is_grad_enabled()), _current_device(slot.device), _seeded(seed, slot):
+            return call()
+
+    return contextvars.copy_context().run(enter)
+
+
+def fold_in(seed: int, data: int) -> int:
+    """A new seed from a seed and a number, such that different numbers give unrelated streams.
+
+    >>> import fdp
+    >>> fdp.fold_in(0, 1) == fdp.fold_in(0, 1), fdp.fold_in(0, 1) == fdp.fold_in(0, 2)
+    (True, False)
+
+    Args:
+        seed: Any integer.
+        data: Any integer: the number of a slot, of a step, of an epoch.
+
+    Returns:
+        An integer in `[0, 2**63)`, for `torch.manual_seed` and the like.
+
+    The mixing is SplitMix64's (Steele, Lea and Flood, 2014); the name and use are `jax.random.fold_in`'s.
+    """
+    return _mix(_mix(int(seed) & _MASK) ^ (int(data) & _MASK)) >> 1
+
+
+_MASK = (1 << 64) - 1
+_SEEDING = threading.RLock()
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
+    """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
+    if seed is None:
+        yield
+        return
+    generators = [torch.default_generator]
+    if slot.device.type not in ("cpu", "meta"):
+        generators.append(torch.get_device_module(slot.device).default_generators[slot.device.index])
+    own = fold_in(seed, slot.index)
+    own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
+    with _SEEDING:  # the default generator is one for all threads
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(own)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

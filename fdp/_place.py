@@ -1,0 +1,209 @@
+"""From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fdp._devices import as_devices
+from fdp._dims import Plan, check_in_dim, check_weights, make_plan, proportional
+from fdp._slots import Replicated, Sharded, Slots
+from fdp._tensor import copy, split
+from fdp._tree import Flat, flatten, is_array, tree_map, unflatten
+from fdp._typing import AUTO, Devices, Dims, Tree
+
+Memo = dict[tuple[int, Any], list[Any]]
+
+
+def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str) -> list[Flat]:
+    """Flatten named trees; the spec of each leaf becomes the dim that it is split along, None if it is not."""
+    flats = [flatten(tree, name, dims, choices, where) for name, tree, dims, choices in args]
+    problems: list[TypeError | ValueError] = []
+    for flat in flats:
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
+            if callable(spec) and not isinstance(leaf, Slots):
+                spec = spec(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else None
+            try:
+                flat.specs[i] = None if spec is None else _split_dim(leaf, spec, flat, i)
+            except (TypeError, ValueError) as error:
+                problems.append(error)
+    if problems:
+        raise type(problems[0])(f"{where}: " + "; ".join(map(str, problems)))
+    return flats
+
+
+def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int) -> Any:
+    """The dim that `spec` comes to for a leaf: an int, 'items', or None where there is nothing to split."""
+    if isinstance(leaf, Slots):
+        return spec
+    if type(spec) is not int:
+        check_in_dim(spec, flat.path(index))
+    if spec == "items":
+        if type(leaf) not in (list, tuple):
+            raise TypeError(f"{flat.path(index)} is a {type(leaf).__name__}; 'items' splits lists and tuples")
+        return spec
+    if not isinstance(leaf, torch.Tensor):
+        if is_array(leaf):
+            raise TypeError(
+                f"{flat.path(index)} is a numpy array of shape {leaf.shape}, which is not split. "
+                "Pass torch.as_tensor(array), or None in in_dims to give it whole to every slot"
+            )
+        return None
+    if leaf.ndim == 0:
+        return None
+    if not -leaf.ndim <= spec < leaf.ndim:
+        raise ValueError(f"dim {spec} is out of range for {flat.path(index)} of shape {tuple(leaf.shape)}")
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind, way_out = ("nested", "a padded one") if leaf.is_nested else ("sparse", "it .to_dense()")
+        raise TypeError(
+            f"{flat.path(index)} is a {kind} tensor, which is not split. Pass {way_out}, or None in in_dims"
+        )
+    return spec
+
+
+# ---- one plan for all arguments
+
+
+def plan_args(
+    flats: Sequence[Flat],
+    devices: Devices,
+    weights: Sequence[float] | None,
+    where: str,
+    *,
+    keep_empty: bool = False,
+) -> tuple[tuple[torch.device, ...], Plan]:
+    """The device of every slot, and the plan on them that all arguments agree with."""
+    held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
+    slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
+    sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
+    measured = [(path, _sizes_of(leaf, spec, path, where)) for path, leaf, spec in sharded]
+    sized = [(path, sizes) for path, sizes in measured if sizes is not None]
+    if weights is not None:
+        weights = check_weights(weights, len(slots), where)
+        if sized:
+            raise ValueError(f"{where}: {sized[0][0]} is a Sharded, which fixes the rows of each slot; drop weights")
+    if any(sizes != sized[0][1] for _, sizes in sized):
+        each = ", ".join(f"{path} has {'+'.join(map(str, sizes))}" for path, sizes in sized)
+        raise ValueError(f"{where}: rows of the slots differ: {each}")
+    rows = _common_rows(flats, sized, where)
+    if sized:
+        return slots, make_plan(rows, slots, sized[0][1], keep_empty=keep_empty)
+    if rows is None:
+        return slots, make_plan(None, slots, keep_empty=keep_empty or bool(sharded))
+    shares = None if weights is None else proportional(rows, weights)
+    return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
+
+
+def _slots_in(flat: Flat) -> Iterable[tuple[int, Slots]]:
+    return [(i, leaf) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)]
+
+
+def _common_slots(held: Sequence[tuple[str, Slots]], devices: Devices, where: str) -> tuple[torch.device, ...]:
+    """The devices that were given, else those of the Sharded arguments, else of the Replicated ones."""
+    sharded = [(path, leaf) for path, leaf in held if isinstance(leaf, Sharded)]
+    first = (sharded or held or [None])[0]
+    if devices is not None or first is None:
+        slots, source = as_devices(devices, where), "devices"
+        if sharded and sharded[0][1].devices == slots[: len(sharded[0][1])]:
+            slots = sharded[0][1].devices  # a short last batch leaves slots out
+    else:
+        slots, source = first[1].devices, first[0]
+    for path, leaf in held:
+        # A Replicated may have more slots than are used here, and lends its first ones.
+        theirs = leaf.devices[: len(slots)] if isinstance(leaf, Replicated) else leaf.devices
+        if theirs != slots:
+            raise ValueError(
+                f"{where}: {path} is on {len(leaf)} slots ({', '.join(map(str, leaf.devices))}), but {source} has "
+                f"{len(slots)} ({', '.join(map(str, slots))})"
+            )
+    return slots
+
+
+def _sizes_of(sharded: Sharded, spec: Any, path: str, where: str) -> tuple[int, ...] | None:
+    """Rows of each slot: as it was scattered, else measured along `spec`; None if it is not a part of the batch."""
+    if sharded.sizes is not None or spec is None:
+        return None if spec is None else sharded.sizes
+    sizes = [
+        _common_rows(flatten_args([(f"{path}[{i}]", shard, spec, "in_dims")], where), [], where)
+        for i, shard in enumerate(sharded.shards)
+    ]
+    return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+
+def _common_rows(flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ...]]], where: str) -> int | None:
+    """The rows that all split leaves have, None if there is no such leaf."""
+    split = [
+        (flat, i, leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf))
+        for flat in flats
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
+        if spec is not None and isinstance(leaf, torch.Tensor | list | tuple)
+    ]
+    rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
+    if any(size != rows[0] for size in rows):
+        each = [f"{path} has {sum(sizes)}" for path, sizes in sized]
+        each += [f"{flat.path(i)} has {size} along {_along(flat.specs[i])}" for flat, i, size in split]
+        raise ValueError(f"{where}: rows differ: {', '.join(each)}. Pass None in in_dims for what should not be split")
+    return rows[0] if rows else None
+
+
+def _along(spec: Any) -> str:
+    return "its items" if spec == "items" else f"dim {spec}"
+
+
+# ---- carrying it out
+
+
+def place(flat: Flat, plan: Plan, memo: Memo) -> list[Tree]:
+    """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor."""
+    columns = [
+        _cut(leaf, spec, plan, flat, i, memo)
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
+    ]
+    return [unflatten(flat.structure, [column[i] for column in columns]) for i in range(len(plan.slots))]
+
+
+def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
+    """What each shard gets of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        if torch.compiler.is_compiling():
+            return _cut_tensor(leaf, spec, plan)  # an id would become a guard on this very tensor
+        key = (id(leaf), spec)
+        if key not in memo:
+            memo[key] = _cut_tensor(leaf, spec, plan)
+        return memo[key]
+    if isinstance(leaf, Slots):
+        return _cut_slots(leaf, spec, plan, flat.path(index))
+    if spec == "items" and plan.sizes is not None:
+        parts = [leaf[rows.start : rows.stop] for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
+        return [to_device(part, device) for part, device in zip(parts, plan.devices, strict=True)]
+    return [leaf] * len(plan.slots)
+
+
+def _cut_tensor(tensor: torch.Tensor, spec: int | None, plan: Plan) -> list[torch.Tensor]:
+    if spec is not None and plan.sizes is not None:
+        return [copy(part, d) for part, d in zip(split(tensor, plan.sizes, spec), plan.devices, strict=True)]
+    on = {device: copy(tensor, device) for device in dict.fromkeys(plan.devices)}
+    return [on[device] for device in plan.devices]
+
+
+def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
+    whole = all(a != b for a, b in pairwise(plan.slots))
+    if whole or isinstance(slots, Replicated) or plan.sizes is None:
+        return [slots.shards[slot] for slot in plan.slots]
+    dims = spec if slots.dims is AUTO else slots.dims
+    shards: list[Tree] = []
+    for slot in dict.fromkeys(plan.slots):
+        pieces = [i for i, s in enumerate(plan.slots) if s == slot]
+        part = Plan(
+            tuple(plan.slots[i] for i in pieces),
+            tuple(plan.devices[i] for i in pieces),
+            tuple(plan.sizes[i] for i in pieces),
+        )
+        shards += place(flatten_args([(path, slots.shards[slot], dims, "in_dims")], "microbatches")[0], part, {})
+    return shards
+
+
+def to_device(tree: Tree, device: torch.device) -> Tree:
+    """The tree with every tensor on a device."""
+    return tree_map(lambda leaf: copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, tree)

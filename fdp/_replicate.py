@@ -1,0 +1,72 @@
+"""Replicate and unreplicate: the same tree on every slot. Its adjoint is the sum over slots."""
+
+import torch
+
+from fdp._devices import as_devices
+from fdp._slots import Replicated, Slots
+from fdp._tensor import copy
+from fdp._tree import flatten, unflatten
+from fdp._typing import Devices, Tree
+
+
+def replicate(tree: Tree, devices: Devices, *, copy: bool = True) -> Replicated:
+    """Put a tree on every slot.
+
+    `unreplicate(replicate(tree, devices)) == tree`; gradients of the copies add up in `tree`.
+
+    >>> import fdp, torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> copies = fdp.replicate({"w": w}, fdp.virtual_devices(3))
+    >>> sum(shard["w"].sum() for shard in copies.shards).backward()
+    >>> w.grad
+    tensor([3., 3.])
+
+    Args:
+        tree: Any tree; values that are no tensors are passed by reference.
+        devices: One device a slot.
+        copy: Give every slot storage of its own, to be written in place if you like. False reuses what is on the
+            device already, and slots on one device share it.
+
+    Returns:
+        One tree a slot. A tensor that stands in several places of the tree stays one tensor.
+
+    Raises:
+        ValueError: A device does not exist.
+        TypeError: An object that holds tensors but is no tree.
+    """
+    return replicate_on(tree, as_devices(devices, "replicate"), always=copy, name="tree", where="replicate")
+
+
+def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str) -> Replicated:
+    """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
+    flat = flatten(tree, name, where=where)
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, Slots):
+            what = "the tree" if leaf is tree else flat.path(i)
+            raise TypeError(f"{where}: {what} is a {type(leaf).__name__} already")
+    shards = []
+    for device in slots:
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        memo = {tensor: copy(tensor, device, always=always) for tensor in tensors}  # tensors are keys by identity
+        shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
+    return Replicated(tuple(shards), slots)
+
+
+def unreplicate(replicated: Replicated, *, slot: int = 0) -> Tree:
+    """The tree of one slot, without a copy.
+
+    >>> import fdp, torch
+    >>> fdp.unreplicate(fdp.replicate(torch.ones(2), fdp.virtual_devices(3)))
+    tensor([1., 1.])
+
+    Args:
+        replicated: What `replicate` returned.
+        slot: Which slot's tree.
+
+    Raises:
+        TypeError: Not a `Replicated`.
+        IndexError: There is no such slot.
+    """
+    if not isinstance(replicated, Replicated):
+        raise TypeError(f"unreplicate: expected a Replicated, got {type(replicated).__name__}")
+    return replicated[slot]

@@ -1,0 +1,144 @@
+"""`Sharded` and `Replicated`: a tree a slot."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+import torch
+
+from fdp._devices import as_devices
+from fdp._tree import register_leaf
+from fdp._typing import AUTO, Auto, Dims, Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Slots:
+    """One tree a slot. Immutable; the tensors inside are not."""
+
+    shards: tuple[Tree, ...]
+    devices: tuple[torch.device, ...]
+    sizes: tuple[int, ...] | None = None
+    dims: Dims | Auto = AUTO
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
+            raise TypeError(f"{type(self).__name__}: shards, devices and sizes are tuples with one entry a slot")
+        if not all(isinstance(device, torch.device) for device in self.devices):
+            object.__setattr__(self, "devices", as_devices(self.devices, type(self).__name__))
+        if not self.shards or {len(self.devices), len(self.sizes or self.shards)} != {len(self.shards)}:
+            raise ValueError(
+                f"{type(self).__name__}: {len(self.shards)} shards, {len(self.devices)} devices, sizes {self.sizes}; "
+                "expected one of each a slot"
+            )
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, slot: int) -> Tree:
+        if isinstance(slot, bool) or not isinstance(slot, int):
+            raise TypeError(f"{type(self).__name__} is indexed by a slot number, not {slot!r}; .shards is a tuple")
+        if not -len(self) <= slot < len(self):
+            raise IndexError(f"slot {slot} of a {type(self).__name__} with {len(self)} slots")
+        return self.shards[slot]
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise TypeError(
+            f"a {type(self).__name__} is not iterable: `a, b = x` would bind slots, not parts. Use x.unzip() for a "
+            f"{type(self).__name__} of tuples, x.shards for the shards"
+        )
+
+    __reversed__ = __iter__
+
+    def __repr__(self) -> str:
+        devices = ", ".join(f"{device}" + f" x {n}" * (n > 1) for device, n in Counter(map(str, self.devices)).items())
+        rows = "" if self.sizes is None else f", rows {'+'.join(map(str, self.sizes))}"
+        slots = f"{len(self)} slot" + "s" * (len(self) > 1)
+        return f"{type(self).__name__}({slots} on {devices}{rows}: {_summary(self.shards[0])})"
+
+    def unzip(self) -> tuple[Self, ...]:
+        """Tuples in every slot, turned into a tuple with one of these for each position."""
+        lengths = {len(shard) if type(shard) is tuple else None for shard in self.shards}
+        if len(lengths) != 1 or None in lengths:
+            kinds = [
+                f"tuple of {len(shard)}" if type(shard) is tuple else type(shard).__name__ for shard in self.shards
+            ]
+            raise TypeError(f"unzip: every slot must hold a tuple of the same length, got {kinds}")
+        columns = list(zip(*self.shards, strict=True))
+        dims = self.dims if type(self.dims) is tuple else (self.dims,) * len(columns)
+        return tuple(dataclasses.replace(self, shards=c, dims=d) for c, d in zip(columns, dims, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sharded(Slots):
+    """A tree split over slots, or what a function returned on each of them.
+
+    >>> import fdp, torch
+    >>> batch = fdp.scatter({"x": torch.arange(5)}, fdp.virtual_devices(2))
+    >>> batch
+    Sharded(2 slots on cpu x 2, rows 3+2: {'x': int64[3]})
+    >>> batch[1]
+    {'x': tensor([3, 4])}
+    >>> a, b = batch.map(lambda shard: (shard["x"].sum(), shard["x"].max())).unzip()
+    >>> a.shards
+    (tensor(3), tensor(7))
+
+    Attributes:
+        shards: One tree a slot.
+        devices: The device of each slot.
+        sizes: Rows of each slot, or None where that is not known.
+        dims: Which dimension of each leaf was split, as a prefix tree, or `AUTO` where that is not known.
+    """
+
+    def map(self, fn: Callable[[Tree], Tree]) -> "Sharded":
+        """Apply a function to the tree of every slot, one after the other. The result carries no dims and no sizes."""
+        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Replicated(Slots):
+    """The same tree on every slot, each with storage of its own unless it was made with `copy=False`.
+
+    >>> import fdp, torch
+    >>> params = fdp.replicate({"w": torch.ones(2)}, fdp.virtual_devices(3))
+    >>> params
+    Replicated(3 slots on cpu x 3: {'w': float32[2]})
+    >>> params[2]
+    {'w': tensor([1., 1.])}
+
+    Attributes:
+        shards: One tree a slot.
+        devices: The device of each slot.
+        sizes: None: there are no rows.
+        dims: None: the whole tree is on every slot.
+    """
+
+    dims: Dims | Auto = None
+
+    def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
+        """Apply a function to the tree of every slot, one after the other."""
+        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices)
+
+
+register_leaf(Sharded)
+register_leaf(Replicated)
+
+
+def _summary(tree: Any, depth: int = 0) -> str:
+    """A tree in a line: tensors as dtype and shape, deep or wide parts left out."""
+    if isinstance(tree, torch.Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    if isinstance(tree, dict):
+        parts, opening, closing = [(f"{key!r}: ", value) for key, value in tree.items()], "{", "}"
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, Slots | type):
+        fields = [field.name for field in dataclasses.fields(tree)]
+        parts, opening, closing = [(f"{n}=", getattr(tree, n)) for n in fields], f"{type(tree).__name__}(", ")"
+    elif isinstance(tree, list | tuple):
+        opening, closing = "[]" if isinstance(tree, list) else ("(", ",)" if len(tree) == 1 else ")")
+        parts = [("", value) for value in tree]
+    else:
+        return repr(tree)[:40]
+    if depth > 2 and parts:
+        return f"{opening}...{closing}"
+    shown = [label + _summary(value, depth + 1) for label, value in parts[:4]]
+    return opening + ", ".join(shown + ["..."] * (len(parts) > 4)) + closing

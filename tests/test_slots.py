@@ -1,0 +1,281 @@
+"""Sharded and Replicated: a tree a slot, immutable and not iterable."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import fdp
+from tests.helpers import TREES, assert_same_tree, numbers
+
+CPU = torch.device("cpu")
+SLOTS = fdp.virtual_devices(2)
+X = numbers(3, 2)
+
+
+def sharded() -> fdp.Sharded:
+    return fdp.scatter({"x": X, "s": "text"}, SLOTS)
+
+
+def replicated() -> fdp.Replicated:
+    return fdp.replicate({"x": X, "s": "text"}, SLOTS)
+
+
+BOTH = pytest.mark.parametrize("make", [sharded, replicated])
+
+
+def test_what_scatter_says():
+    value = sharded()
+    assert len(value) == 2
+    assert value.devices == (CPU, CPU)
+    assert value.sizes == (2, 1)
+    assert value.shards == (value[0], value[1])
+    assert_same_tree(value[0], {"x": X[:2], "s": "text"})
+    assert_same_tree(value[-1], {"x": X[2:], "s": "text"})
+
+
+def test_what_replicate_says():
+    value = replicated()
+    assert len(value) == 2
+    assert (value.devices, value.sizes, value.dims) == ((CPU, CPU), None, None)
+    assert value.shards == (value[0], value[1])
+    assert_same_tree(value[1], {"x": X, "s": "text"})
+
+
+def test_dims_say_how_it_was_split():
+    tree = {"a": [numbers(4), 1], "b": numbers(2, 4), "s": torch.tensor(1)}
+    value = fdp.scatter(tree, SLOTS, {"a": 0, "b": lambda t: -1, "s": 0})
+    assert_same_tree(fdp.gather(value, value.dims), tree)
+    assert fdp.scatter(numbers(4), SLOTS).dims == 0
+    assert fdp.scatter(numbers(2, 4), SLOTS, -1).dims == -1
+
+
+# ---- immutable
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["shards", "devices", "sizes", "dims", "new"])
+def test_immutable(make: Any, name: str):
+    value = make()
+    with pytest.raises(dataclasses.FrozenInstanceError, match=rf"cannot assign to field '{name}'"):
+        setattr(value, name, ())
+    with pytest.raises(dataclasses.FrozenInstanceError, match=rf"cannot delete field '{name}'"):
+        delattr(value, name)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        value[0] = X
+    assert isinstance(value.shards, tuple)
+    assert isinstance(value.devices, tuple)
+
+
+@BOTH
+def test_two_of_them_are_compared_by_identity(make: Any):
+    value = make()
+    assert value == value
+    assert value != make()
+    assert len({value, value, make()}) == 2
+
+
+# ---- indexing
+
+
+@BOTH
+@pytest.mark.parametrize("slot", [2, -3])
+def test_index_out_of_range(make: Any, slot: int):
+    with pytest.raises(IndexError, match=rf"slot {slot} of a (Sharded|Replicated) with 2 slots"):
+        make()[slot]
+
+
+@BOTH
+@pytest.mark.parametrize("slot", ["x", slice(0, 1), True, None, 0.0])
+def test_index_that_is_no_slot(make: Any, slot: Any):
+    with pytest.raises(
+        TypeError, match=r"(Sharded|Replicated) is indexed by a slot number, not .*; \.shards is a tuple"
+    ):
+        make()[slot]
+
+
+# ---- not iterable
+
+
+def unpack(value: Any) -> Any:
+    a, b = value
+    return a, b
+
+
+def loop(value: Any) -> Any:
+    for shard in value:  # noqa: B007
+        pass
+
+
+ITERATES = {
+    "unpack": unpack,
+    "loop": loop,
+    "star": lambda value: print(*value),
+    "list": list,
+    "tuple": tuple,
+    "zip": lambda value: next(zip(value, value, strict=True)),
+    "map": lambda value: next(map(len, value)),
+    "enumerate": lambda value: next(enumerate(value)),
+    "comprehension": lambda value: [shard for shard in value],  # noqa: C416
+    "sorted": sorted,
+    "iter": lambda value: next(iter(value)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("way", ITERATES)
+def test_not_iterable(make: Any, way: str):
+    with pytest.raises(TypeError, match=r"a (Sharded|Replicated) is not iterable.*x\.unzip\(\).*x\.shards"):
+        ITERATES[way](make())
+
+
+@BOTH
+def test_not_iterable_backwards_either(make: Any):
+    with pytest.raises(TypeError, match=r"Sharded|Replicated"):
+        reversed(make())
+
+
+@BOTH
+def test_membership_is_no_iteration_either(make: Any):
+    with pytest.raises(TypeError, match="not iterable"):
+        _ = 1 in make()
+
+
+# ---- map and unzip
+
+
+def test_map():
+    value = sharded().map(lambda shard: shard["x"].sum(0))
+    assert type(value) is fdp.Sharded
+    assert (value.devices, value.sizes, value.dims) == (SLOTS, None, fdp.AUTO)  # what it returns may be anything
+    assert_same_tree(value.shards, (X[:2].sum(0), X[2:].sum(0)))
+    with pytest.raises(ValueError, match="gather: these shards carry no dims; pass out_dims"):
+        fdp.gather(value)
+    assert_same_tree(fdp.gather(value, "sum"), X[:2].sum(0) + X[2:].sum(0))
+
+
+def test_map_of_a_replicated_is_a_replicated():
+    value = replicated().map(lambda shard: shard["x"] * 2)
+    assert type(value) is fdp.Replicated
+    assert_same_tree(fdp.unreplicate(value, slot=1), X * 2)
+    assert_same_tree(fdp.gather(value), X * 2)
+
+
+def test_map_calls_in_order():
+    seen: list[int] = []
+    sharded().map(lambda shard: seen.append(len(shard["x"])))
+    assert seen == [2, 1]
+
+
+@BOTH
+def test_unzip(make: Any):
+    value = make().map(lambda shard: (shard["x"], {"s": shard["s"]}, None))
+    x, s, none = value.unzip()
+    assert type(x) is type(s) is type(none) is type(value)
+    assert x.devices == s.devices == value.devices
+    assert_same_tree(x.shards, tuple(shard[0] for shard in value.shards))
+    assert s.shards == ({"s": "text"},) * 2
+    assert none.shards == (None, None)
+
+
+def test_parts_of_what_was_scattered_keep_their_rows():
+    x, y = fdp.scatter((X, X[:, 0]), SLOTS).unzip()
+    assert x.sizes == y.sizes == (2, 1)
+
+
+def test_unzip_of_empty_tuples():
+    assert sharded().map(lambda shard: ()).unzip() == ()
+
+
+@pytest.mark.parametrize(
+    ("shards", "kinds"),
+    [
+        (([X], [X]), r"\['list', 'list'\]"),
+        (((X,), (X, X)), r"\['tuple of 1', 'tuple of 2'\]"),
+        (((X,), X), r"\['tuple of 1', 'Tensor'\]"),
+        (({"a": X}, {"a": X}), r"\['dict', 'dict'\]"),
+    ],
+)
+def test_unzip_of_other_than_equal_tuples(shards: Any, kinds: str):
+    with pytest.raises(TypeError, match=rf"unzip: every slot must hold a tuple of the same length, got {kinds}"):
+        fdp.Sharded(shards, SLOTS).unzip()
+
+
+# ---- pickle, copy, repr
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name not in ("dtypes", "requires-grad")])
+def test_pickle(name: str):
+    make, dims = TREES[name]
+    for value in (fdp.scatter(make(3), SLOTS, dims), fdp.replicate(make(3), SLOTS)):
+        again = pickle.loads(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        assert type(again) is type(value)
+        assert (again.devices, again.sizes, len(again)) == (value.devices, value.sizes, len(value))
+        if name != "other-leaves":  # of those one is only equal to itself
+            assert_same_tree(fdp.gather(again), fdp.gather(value))
+
+
+def test_pickle_without_dims():
+    again = pickle.loads(pickle.dumps(sharded().map(lambda shard: shard)))
+    assert again.dims is fdp.AUTO
+    assert pickle.loads(pickle.dumps(fdp.AUTO)) is fdp.AUTO
+
+
+@BOTH
+def test_deepcopy(make: Any):
+    value = make()
+    again = copy.deepcopy(value)
+    assert_same_tree(again.shards, value.shards)
+    assert again[0]["x"] is not value[0]["x"]
+
+
+def test_repr():
+    assert repr(sharded()) == "Sharded(2 slots on cpu x 2, rows 2+1: {'x': float64[2, 2], 's': 'text'})"
+    assert repr(replicated()) == "Replicated(2 slots on cpu x 2: {'x': float64[3, 2], 's': 'text'})"
+    assert repr(fdp.Sharded((1, 2), (CPU, torch.device("meta")))) == "Sharded(2 slots on cpu, meta: 1)"
+
+
+def test_repr_of_a_large_tree_is_a_line():
+    tree = {"deep": {"a": {"b": {"c": {"d": X}}}}, "wide": [X] * 100, "long": "x" * 1000, **dict.fromkeys("efgh", X)}
+    text = repr(fdp.replicate(tree, SLOTS))
+    assert len(text) < 400
+    assert "\n" not in text
+
+
+# ---- made by hand
+
+
+@pytest.mark.parametrize("cls", [fdp.Sharded, fdp.Replicated])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((), ()), ValueError, "0 shards, 0 devices"),
+        (((X,), SLOTS), ValueError, "1 shards?, 2 devices"),
+        (((X, X), SLOTS, (3,)), ValueError, r"2 shards, 2 devices, sizes \(3,\); expected one of each a slot"),
+        (([X, X], SLOTS), TypeError, "shards, devices and sizes are tuples with one entry a slot"),
+        (((X, X), list(SLOTS)), TypeError, "shards, devices and sizes are tuples with one entry a slot"),
+    ],
+)
+def test_made_wrongly(cls: Any, arguments: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=rf"{cls.__name__}: {message}"):
+        cls(*arguments)
+
+
+def test_devices_by_name_are_devices():
+    """`fdp.Replicated(shards, ("cpu", "cpu"))` is what a user writes by hand: it works or says what is wrong."""
+    names: Any = ("cpu", "cpu")
+    try:
+        value = fdp.Sharded((X, X), names)
+    except TypeError as error:
+        assert "torch.device" in str(error)  # noqa: PT017
+    else:
+        assert value.devices == SLOTS
+
+
+def test_made_by_hand_it_is_taken_as_any_other():
+    value = fdp.Sharded((X[:1], X[1:]), SLOTS)
+    assert_same_tree(fdp.gather(value, 0), X)
+    assert_same_tree(fdp.dp_apply(lambda w, x: x * w, 2.0, value), X * 2)

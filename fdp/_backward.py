@@ -1,0 +1,225 @@
+"""The loss and gradients of single shards: by plain autograd, or by torch.func where a transform is active."""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from fdp._call import Shard
+from fdp._tensor import layers
+from fdp._tree import flatten, tensors_in, unflatten
+from fdp._typing import Function, Tree
+
+
+class Problem(NamedTuple):
+    """What is differentiated: a function, in which positional arguments, and whether it returns `(loss, aux)`."""
+
+    where: str
+    fn: Function
+    argnums: tuple[int, ...]
+    has_aux: bool
+
+
+class Inputs(NamedTuple):
+    """The leaves of the differentiated arguments of a shard, and how many each has."""
+
+    leaves: list[torch.Tensor]
+    structures: list[Any]
+
+    def build(self, leaves: Iterable[Any]) -> list[Tree]:
+        """The arguments, with other leaves."""
+        return [unflatten(structure, part) for structure, part in zip(self.structures, self.cut(leaves), strict=True)]
+
+    def cut(self, leaves: Iterable[Any]) -> list[list[Any]]:
+        """A list for all arguments, as one for each."""
+        rest = iter(leaves)
+        return [list(islice(rest, structure.num_leaves)) for structure in self.structures]
+
+
+class Result(NamedTuple):
+    """A shard's loss, aux, and the gradients of the leaves of each differentiated argument, None where it has none."""
+
+    loss: torch.Tensor
+    aux: Tree
+    grads: list[list[torch.Tensor | None]]
+
+
+class Forward(NamedTuple):
+    """A shard's loss with the tensors that it is differentiated in."""
+
+    loss: torch.Tensor
+    aux: Tree
+    aliases: list[torch.Tensor]
+    inputs: Inputs
+
+
+def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether gradients must be taken by torch.func: under its transforms, in inference mode, while compiling.
+
+    Inside `forward_ad.dual_level` too: `detach`, which plain autograd needs here, would drop the tangents.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    active = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled()
+    return active or torch.autograd.forward_ad._current_level >= 0 or any(t.is_inference() for t in tensors)
+
+
+def transformed(problem: Problem, shard: Shard, seed: float, create_graph: bool | None) -> Result:
+    """Loss and gradients of one shard by `torch.func.vjp`."""
+    inputs = inputs_of(problem, shard)
+    plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
+
+    def loss_of(*leaves: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, aux = _call(problem, shard, inputs.build(leaves))
+        flat = flatten(aux, "aux", where=problem.where)
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        plain[:] = [flat.structure, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]]
+        return loss, tensors
+
+    loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
+    grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
+    structure, others = plain
+    rest = iter(tensors)
+    aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
+    if create_graph is False:
+        grads = [None if grad is None else grad.detach() for grad in grads]
+        loss, aux = loss.detach(), _detached(aux, problem.where)
+    return Result(loss, aux, inputs.cut(grads))
+
+
+def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], create_graph: bool | None) -> list[Result]:
+    """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
+    graph = bool(create_graph)
+    if create_graph is None:
+        graph = torch.is_grad_enabled() and any(_reaches_outside(forward) for forward in forwards)
+    live = [i for i, f in enumerate(forwards) if seeds[i] != 0 and f.loss.requires_grad and f.aliases]
+    grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
+    if live:
+        found = iter(
+            torch.autograd.grad(
+                [forwards[i].loss for i in live],
+                [alias for i in live for alias in forwards[i].aliases],
+                [torch.full_like(forwards[i].loss, seeds[i]) for i in live],
+                create_graph=graph,
+                allow_unused=True,
+            )
+        )
+        for i in live:
+            grads[i] = list(islice(found, len(forwards[i].aliases)))
+    values = [(f.loss, f.aux) for f in forwards]
+    if not graph:  # without one the gradients are detached as they are
+        values = [(loss.detach(), _detached(aux, where)) for loss, aux in values]
+    torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
+    return [Result(*value, f.inputs.cut(g)) for f, value, g in zip(forwards, values, grads, strict=True)]
+
+
+def forward(problem: Problem, shard: Shard, *, attached: bool) -> Forward:
+    """The loss of a shard on aliases of its inputs; `attached` ones lead back to the caller's graph."""
+    inputs = inputs_of(problem, shard)
+    with torch.enable_grad():
+        # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
+        aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
+        loss, aux = _call(problem, shard, inputs.build(aliases))
+    return Forward(loss, aux, aliases, inputs)
+
+
+def is_tracking() -> bool:
+    """Whether autograd records what the caller does."""
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
+def count_of(problem: Problem, count: Function, shard: Shard) -> float:
+    """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
+    inputs = inputs_of(problem, shard)
+    found: list[float] = []
+
+    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = count(*_args(problem, shard, inputs.build(leaves)), **shard.kwargs)
+        found.append(_as_constant(value, problem.where))
+        return leaves
+
+    # Differentiated, to see whether it depends on the leaves.
+    if torch.compiler.is_compiling() or not inputs.leaves:
+        call(*inputs.leaves)
+    elif needs_transform(inputs.leaves):
+        torch.func.vjp(call, *inputs.leaves)
+    else:
+        with torch.enable_grad():
+            call(*(leaf.detach().requires_grad_() for leaf in inputs.leaves))
+    return found[0]
+
+
+def _as_constant(value: Any, where: str) -> float:
+    if isinstance(value, torch.Tensor):
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
+        if value.is_floating_point() and _is_differentiated(value):
+            raise ValueError(
+                f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
+                "constants. If it may be taken for one, return a number: count.item()"
+            )
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether something differentiates through a tensor. Forward mode cannot be asked, and counts as yes."""
+    return torch.autograd.forward_ad._current_level >= 0 or any(layer.requires_grad for layer in layers(tensor))
+
+
+def inputs_of(problem: Problem, shard: Shard) -> Inputs:
+    """What a shard is differentiated in."""
+    flats = [flatten(shard.args[i], f"args[{i}]") for i in problem.argnums]
+    return Inputs([leaf for flat in flats for leaf in flat.leaves], [flat.structure for flat in flats])
+
+
+def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
+    args = list(shard.args)
+    for i, tree in zip(problem.argnums, trees, strict=True):
+        args[i] = tree
+    return args
+
+
+def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> tuple[torch.Tensor, Tree]:
+    out = problem.fn(*_args(problem, shard, trees), **shard.kwargs)
+    if problem.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"{problem.where}: with has_aux=True the function must return (loss, aux), got {_kind(out)}")
+    loss, aux = out if problem.has_aux else (out, None)
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        hint = (
+            "" if problem.has_aux or not isinstance(out, tuple) else ". To return more than the loss pass has_aux=True"
+        )
+        raise TypeError(f"{problem.where}: the loss must be a real floating-point tensor, got {_kind(loss)}{hint}")
+    if loss.ndim != 0:
+        raise ValueError(
+            f"{problem.where}: the loss must be a 0-dim tensor, got shape {tuple(loss.shape)}; reduce it with .mean()"
+        )
+    return loss, aux
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _reaches_outside(forward: Forward) -> bool:
+    """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
+    inputs = {id(alias) for alias in forward.aliases}
+    stack, seen = [tensor.grad_fn for tensor in (forward.loss, *tensors_in(forward.aux))], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # only nodes of leaves have it
+        if variable is not None and id(variable) not in inputs:
+            return True
+        stack.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def _detached(aux: Tree, where: str) -> Tree:
+    flat = flatten(aux, "aux", where=where)
+    return unflatten(flat.structure, [t.detach() if isinstance(t, torch.Tensor) else t for t in flat.leaves])

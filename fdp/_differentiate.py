@@ -1,0 +1,168 @@
+"""How a loss over a batch is differentiated: checked settings, and the call that they describe."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fdp._accumulate import Gradients, check_differentiable
+from fdp._backward import Forward, Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
+from fdp._call import Call, Options, check_function, keyword_args, leaf_tensors, positional_args, prepare
+from fdp._devices import as_device
+from fdp._executors import run, run_all, slots_of
+from fdp._join import join
+from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Differentiation:
+    """The arguments of `value_and_grad`, checked when built."""
+
+    where: str
+    fn: Function
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    devices: Devices = None
+    in_dims: Dims | Auto = AUTO
+    kwarg_dims: Dims = 0
+    reduction: Reduction = "mean"
+    count: Function | None = None
+    aux_dims: Dims = "mean"
+    create_graph: bool | None = None
+    microbatches: int = 1
+    output_device: DeviceLike | None = None
+    weights: Sequence[float] | None = None
+    executor: Executor = "auto"
+    seed: int | None = None
+    axis_name: str = "data"
+
+    def __post_init__(self) -> None:
+        check_function(self.fn, self.where)
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"{self.where}: reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.reduction == "sum" and self.count is not None:
+            raise ValueError(f"{self.where}: count says what a mean is over; reduction='sum' has no use for it")
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"{self.where}: microbatches must be a positive int, got {self.microbatches!r}")
+        if self.count is not None:
+            check_function(self.count, f"{self.where}: count")
+        if self.create_graph not in (None, True, False):
+            raise TypeError(f"{self.where}: create_graph must be None, True or False, got {self.create_graph!r}")
+        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
+            raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
+
+    def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
+        @functools.wraps(self.fn, updated=())  # not fn.out_dims: that is about the loss
+        def differentiated(*args: Tree, **kwargs: Tree) -> Any:
+            value, aux, grads = self._compute(args, kwargs)
+            return arrange((value, aux) if self.has_aux else value, grads)
+
+        return differentiated
+
+    def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+        where = self.where
+        positions = self._positions(len(args))
+        in_dims = self.in_dims
+        if in_dims is AUTO:
+            in_dims = tuple(None if i in positions else 0 for i in range(len(args)))
+        target = None if self.output_device is None else as_device(self.output_device, where)
+        call = prepare(
+            positional_args(args, in_dims, "args", where),
+            keyword_args(kwargs, self.kwarg_dims, where),
+            Options(where, self.devices, self.output_device, self.weights, self.executor, self.seed, self.axis_name),
+            self.microbatches,
+        )
+        check_differentiable([call.flats[i] for i in positions], call.plan, where)
+        problem = Problem(where, self.fn, positions, self.has_aux)
+        weights = self._weights(problem, call)
+        whole = sum(weights) if self.reduction == "mean" else 1
+        gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
+        losses: list[Any] = [None] * len(call.shards)
+        auxes = list(losses)
+
+        def take(i: int, result: Result) -> None:
+            losses[i], auxes[i] = result.loss, result.aux
+            gradients.add(result.grads, [call.shards[i].args[p] for p in positions])
+
+        self._run(problem, call, [weight / whole for weight in weights], take)
+        call.watch.check(where)
+        device = target or call.plan.devices[0]
+        value = join(losses, self.reduction, weights, device, "loss", where)
+        rows = weights if self.reduction == "mean" else call.plan.sizes
+        aux = join(auxes, self.aux_dims, rows, device, "aux", where) if self.has_aux else None
+        grads = gradients.finish()
+        return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+
+    def _positions(self, n_args: int) -> tuple[int, ...]:
+        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if any(not -n_args <= i < n_args for i in numbers):
+            raise ValueError(f"{self.where}: argnums is {self.argnums}, but there are {n_args} positional arguments")
+        positions = tuple(i % n_args for i in numbers)
+        if len(set(positions)) < len(positions):
+            raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
+        return positions
+
+    def _weights(self, problem: Problem, call: Call) -> Sequence[float]:
+        """What each shard counts in the loss: its rows, or what `count` says."""
+        if self.reduction == "sum":
+            return [1] * len(call.shards)
+        if self.count is None:
+            if call.plan.sizes is None and len(call.shards) > 1:
+                raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
+            weights: Sequence[float] = call.plan.sizes if call.plan.sizes is not None else [1]
+            if sum(weights) == 0:
+                raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
+            return weights
+        tasks = [functools.partial(count_of, problem, self.count, shard) for shard in call.shards]
+        weights = run_all(tasks, slots_of(call.plan, self.axis_name), None)
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {weights}")
+        if sum(weights) == 0:
+            raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
+        return weights
+
+    def _run(self, problem: Problem, call: Call, shares: Sequence[float], take: Callable[[int, Result], None]) -> None:
+        """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
+        slots = slots_of(call.plan, self.axis_name)
+        if self.create_graph and not is_tracking():
+            raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
+        inputs = [tensor for flat in call.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
+        if needs_transform(inputs):
+            tasks = [
+                functools.partial(transformed, problem, shard, share, self.create_graph)
+                for shard, share in zip(call.shards, shares, strict=True)
+            ]
+            return run(tasks, slots, self.seed, take)
+        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in inputs)
+        graph = True if attached else self.create_graph
+        forwards = [functools.partial(forward, problem, shard, attached=attached) for shard in call.shards]
+        if all(device.type in ("cpu", "meta") for device in call.plan.devices):
+            # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
+            tasks = [
+                functools.partial(self._alone, task, share, graph) for task, share in zip(forwards, shares, strict=True)
+            ]
+            return run(tasks, slots, self.seed, take)
+        for batch in _rounds(call.plan.slots):
+            losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], self.seed)
+            for i, result in zip(batch, joint(self.where, losses, [shares[i] for i in batch], graph), strict=True):
+                take(i, result)
+
+    def _alone(self, task: Callable[[], Forward], share: float, create_graph: bool | None) -> Result:
+        return joint(self.where, [task()], [share], create_graph)[0]
+
+
+def _rounds(slots: Sequence[int]) -> list[list[int]]:
+    """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on."""
+    seen: dict[int, int] = {}
+    rounds: list[list[int]] = []
+    for i, slot in enumerate(slots):
+        number = seen.get(slot, 0)
+        seen[slot] = number + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(i)
+    return rounds

@@ -1,0 +1,12 @@
+"""How long to search: HYPOTHESIS_PROFILE is `ci` (the default: few examples, the same every time) or `deep`."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("deep", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(1)  # the tensors are tiny: more threads inside an operation only get in each other's way

@@ -1,9 +1,6 @@
 """Modules as functions: parameters and buffers go in, the output and new buffers come out."""
 
-import threading
-import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -11,15 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.stateless import _reparametrize_module
 
+from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
+from fdp._known import mark
 from fdp._skeleton import Skeleton
+from fdp._untraced import leave_alone
 
-Tensors: TypeAlias = dict[str, Tensor]
 State: TypeAlias = tuple[Tensors, Tensors]
-
-_IN_PLACE = threading.RLock()  # held while tensors are swapped inside a user's module
-_POOLS: dict[int, tuple[weakref.ref[nn.Module], list[Skeleton]]] = {}
 
 
 class Apply(Protocol):
@@ -73,12 +68,13 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
             bound = _with_copies(params, buffers)
             out = torch.func.functional_call(module, bound, args, kwargs)
             return out, {name: bound[name] for name in buffers}
-        skeleton = _take(pool, module)
+        skeleton = take(pool, module)
         if skeleton.trusted and not _has_any_global_hook():
             return _apply_clone(skeleton, pool, params, buffers, args, kwargs)
         return _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
 
     apply.out_dims = (0, "mean")  # pyright: ignore[reportFunctionMemberAccess]
+    mark(apply)
     params: Tensors = dict(module.named_parameters())
     buffers: Tensors = dict(module.named_buffers())
     if detach:
@@ -97,12 +93,12 @@ def _apply_clone(
         skeleton.bind(_with_copies(params, buffers))
         out = skeleton.root(*args, **kwargs)
         new_buffers = skeleton.bound(buffers)
-        held = _is_held(skeleton)
+        held = is_held(skeleton)
         _check_versions(versions, skeleton.versions())
         return out, new_buffers
     finally:
         if not held:
-            pool.append(_clear(skeleton))
+            pool.append(clear(skeleton))
 
 
 def _apply_module(
@@ -114,15 +110,15 @@ def _apply_module(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Tensors]:
-    with _IN_PLACE:
+    with in_place():
         if not skeleton.is_current(module):  # another call in place may have been under way
             skeleton = Skeleton(module)
         _check_names(params, buffers, skeleton.params, skeleton.buffers)
         versions, bound = skeleton.versions(), _with_copies(params, buffers)
         try:
-            out = _call_in_place(module, bound, args, kwargs)
+            out = call_in_place(module, bound, args, kwargs)
         finally:
-            _forget(skeleton.original_ids)
+            forget(skeleton.original_ids)
             skeleton.restore()
             pool.append(skeleton)
         _check_versions(versions, skeleton.versions())
@@ -130,163 +126,13 @@ def _apply_module(
         return out, {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
 
 
-def functional_call(
-    module: nn.Module,
-    params_and_buffers: Tensors | Sequence[Tensors],
-    args: Any = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool = False,
-) -> Any:
-    """Call a module with other tensors in place of its own, from any number of threads.
-
-    `functional_call(module, tensors, args) == torch.func.functional_call(module, tensors, args)`.
-
-    >>> import torch
-    >>> from fdp import functional_call
-    >>> functional_call(torch.nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, torch.ones(2))
-    tensor([3.])
-
-    Args:
-        module: The module; it keeps its own tensors throughout.
-        params_and_buffers: Tensors by name, in one dict or several. The module's own stand for those left out. Buffers
-            are written in place, and an only dict gets what forward puts under its names.
-        args: Positional arguments. What is not a tuple is the only one.
-        kwargs: Keyword arguments.
-        tie_weights: One name of a tied tensor stands for all of its names.
-        strict: Missing and unexpected names are errors.
-
-    Returns:
-        What the module returns.
-
-    Raises:
-        TypeError: Not a module, or a value that is not a tensor.
-        ValueError: Not dicts, a name in several dicts, or different values for names that are tied.
-        RuntimeError: A scripted module, a `DataParallel`, or names that do not fit when `strict`.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"functional_call: expected a torch.nn.Module, got {_kind(module)}")
-    options = {"tie_weights": tie_weights, "strict": strict}
-    if torch.compiler.is_compiling():
-        return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
-    given, kwargs = _merge(params_and_buffers), kwargs or {}
-    args = () if args is None else args if isinstance(args, tuple) else (args,)
-    skeleton = _take(_pool_of(module), module)
-    if not skeleton.trusted or _has_any_global_hook() or torch._C._get_tracing_state():
-        with _IN_PLACE:
-            try:
-                return _call_in_place(module, given, args, kwargs, **options)
-            finally:
-                _forget(skeleton.original_ids)
-                _keep(skeleton, module)
-    held = False
-    try:
-        if tie_weights and skeleton.takes(given, strict):
-            out = _call_clone(skeleton, given, args, kwargs)
-        else:
-            out = _call_in_place(skeleton.root, given, args, kwargs, **options)
-        held = _is_held(skeleton)
-        return out
-    finally:
-        skeleton.write_back(module, given)
-        if not held:
-            _keep(_clear(skeleton), module)
-
-
-def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    skeleton.bind(given)
-    try:
-        return skeleton.root(*args, **kwargs)
-    finally:
-        given.update(skeleton.bound(given))
-
-
-def _call_in_place(
-    module: nn.Module,
-    given: Tensors,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    tie_weights: bool = True,
-    strict: bool = False,
-) -> Any:
-    if torch._C._get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
-        raise RuntimeError("The stateless API can't be used with Jitted modules")
-    if isinstance(module, nn.DataParallel):
-        raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
-    # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
-    with _reparametrize_module(module, given, tie_weights=tie_weights, strict=strict, stack_weights=True):
-        return module(*args, **kwargs)
-
-
-def _take(pool: list[Skeleton], module: nn.Module) -> Skeleton:
-    """A skeleton of the module as it is now, for this call alone."""
-    while pool:
-        try:
-            skeleton = pool.pop()
-        except IndexError:  # another thread was faster
-            break
-        if skeleton.is_current(module):
-            return skeleton
-    return Skeleton(module)
-
-
-def _is_held(skeleton: Skeleton) -> bool:
-    """Whether the skeleton must stay as it is: a checkpoint will run it again in the backward, with these tensors."""
-    _forget(skeleton.ids)
-    return skeleton.is_held()
-
-
-def _clear(skeleton: Skeleton) -> Skeleton:
-    _forget(skeleton.ids)
-    skeleton.reset()
-    return skeleton
-
-
-def _forget(modules: frozenset[int]) -> None:
-    """Drop what a functional_call inside forward has kept: it has seen the tensors of the call outside."""
-    if not _POOLS.keys().isdisjoint(modules):
-        for module in modules:
-            _POOLS.pop(module, None)
-
-
-def _pool_of(module: nn.Module) -> list[Skeleton]:
-    """The skeletons of functional_call, which go when the module goes."""
-    key = id(module)
-    entry = _POOLS.get(key)
-    if entry is None or entry[0]() is not module:
-        entry = _POOLS[key] = (weakref.ref(module, lambda _: _POOLS.pop(key, None)), [])
-    return entry[1]
-
-
-def _keep(skeleton: Skeleton, module: nn.Module) -> None:
-    if not skeleton.cyclic:
-        _pool_of(module).append(skeleton)
-
-
 def _with_copies(params: Tensors, buffers: Tensors) -> Tensors:
     return {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
 
 
-def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:
-    """One dict of several; the messages are torch's."""
-    if isinstance(given, dict):
-        return given
-    if not isinstance(given, Sequence):
-        expected = "Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts"
-        raise ValueError(f"{expected}, but got {type(given)}")
-    if not all(isinstance(tensors, dict) for tensors in given):
-        raise ValueError("Expected all elements of parameter_and_buffer_dicts to be dictionaries")
-    repeated = [name for name, count in Counter(chain.from_iterable(given)).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
-    return {name: tensor for tensors in given for name, tensor in tensors.items()}
-
-
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"functional: expected a torch.nn.Module, got {_kind(module)}")
+        raise TypeError(f"functional: expected a torch.nn.Module, got {kind(module)}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("functional: a scripted module cannot be called with other tensors; pass the Python module")
     if isinstance(module, nn.DataParallel):
@@ -297,16 +143,12 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(f"functional: {lazy} have no shape yet; run a dummy forward first: module(example)")
 
 
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}; make an instance" if isinstance(value, type) else type(value).__name__
-
-
 def _as_state(state: Any) -> State:
     if isinstance(state, tuple | list) and len(state) == 2 and all(isinstance(tree, Mapping) for tree in state):
         return state[0], state[1]
     raise TypeError(
         f"apply: the first argument must be the pair (params, buffers) that functional(module) returned, got "
-        f"{_kind(state)}. Call apply((params, buffers), *args)"
+        f"{kind(state)}. Call apply((params, buffers), *args)"
     )
 
 
@@ -329,3 +171,6 @@ def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
             f"apply: forward wrote in place to {written}, plain tensor attributes that all calls share. Register them "
             f"as buffers, register_buffer(name, tensor): apply works on copies of those and returns them"
         )
+
+
+leave_alone(globals(), ["_apply_clone", "_apply_module"])

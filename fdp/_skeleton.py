@@ -10,6 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from fdp._untraced import leave_alone
 from fdp._walk import ATOMS, OF_PARAMETERS, REGISTRIES, Walk, join_path, leads_to, of_library, refill
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
@@ -259,3 +260,6 @@ def _items(box: Any) -> Iterable[tuple[Any, Any]]:
 
 def _all_values(boxes: Iterable[dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, boxes))
+
+
+leave_alone(globals())

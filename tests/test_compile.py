@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fdp
 from tests.helpers import Batch, KnownToTorch, Output, Point, assert_close_tree, assert_same_tree, numbers
@@ -216,3 +216,19 @@ def test_integers_under_mean_are_compared_when_it_runs():
 def test_a_seed_is_refused_while_compiling():
     with pytest.raises(Exception, match=r"seed= cannot be used inside torch.compile"):
         compiled(lambda w, x: dp_apply(predict, w, x, SLOTS, seed=0))(W, X)
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_the_compiler_gives_up_it_leaves_fdp_alone():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    apply, state = fdp.functional(Recurrent().double())
+    x = torch.randn(5, 6, 3, dtype=torch.float64)
+    compiled = torch.compile(lambda state, x: apply(state, x)[0], backend="eager")  # not possible in one graph
+    assert_close_tree(compiled(state, x), apply(state, x)[0])

@@ -26,7 +26,8 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fdp._functional import functional, functional_call
+from fdp._functional import functional
+from fdp._functional_call import _POOLS, functional_call, take
 from fdp._skeleton import Skeleton
 
 
@@ -190,6 +191,15 @@ class Recursive(nn.Module):
         return self.call(self, own, (x, depth - 1)) + self.fc(x)
 
 
+class CallsPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return functional_call(self.fc, {}, x)
+
+
 class Cached(nn.Module):
     def __init__(self):
         super().__init__()
@@ -329,6 +339,12 @@ def shared():
     return nn.Sequential(*[nn.Linear(3, 3)] * 2)
 
 
+def with_compiled_function():
+    module = nn.Sequential(nn.Identity(), nn.Linear(3, 3))
+    module[0].forward = torch.compile(lambda x: x.tanh(), backend="eager")
+    return module
+
+
 def compiled_in_place():
     module = nn.Sequential(nn.Linear(3, 3))
     module.compile(backend="eager")
@@ -397,6 +413,7 @@ MODULES: list[tuple[str, Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
     ("deep list", Deep, X, False),
     ("backward hook", with_backward_hook, X, False),
     ("cached method", Cached, X, False),
+    ("compiled function", with_compiled_function, X, False),
     ("compiled in place", compiled_in_place, X, False),
     ("compiled", lambda: torch.compile(nn.Sequential(nn.Linear(3, 3)), backend="eager"), X, False),
 ]
@@ -830,7 +847,7 @@ def test_clones_are_not_finalized():
 
 def test_a_plain_value_set_every_step_keeps_the_clone(monkeypatch):
     made = []
-    monkeypatch.setattr("fdp._functional.Skeleton", lambda module: made.append(Skeleton(module)) or made[-1])
+    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(Skeleton(module)) or made[-1])
     module = seeded(Changing)
     apply, state = functional(module)
     for step in range(5):
@@ -1121,20 +1138,21 @@ def test_threads(make, calls):
     assert wrong_calls(call, calls) == []
 
 
+@pytest.mark.parametrize("through", ["apply", "functional_call"])
 @pytest.mark.parametrize("closure", [False, True])
-def test_calls_of_parts_in_forward_leave_nothing(closure, monkeypatch):
-    module, (x,) = Recursive(), X()
+@pytest.mark.parametrize("make", [CallsPart, Recursive])
+def test_calls_of_parts_in_forward_leave_nothing(make, closure, through, monkeypatch):
+    module, (x,) = make(), X()
     if closure:
-        module.fc.register_forward_hook(lambda mod, args, out: out + module.fc.bias)
+        module.register_forward_hook(lambda mod, args, out: out + module.fc.bias)
     apply, _ = functional(module)
     made = []
-    monkeypatch.setattr("fdp._functional.Skeleton", lambda module: made.append(id(module)) or Skeleton(module))
+    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(id(module)) or Skeleton(module))
 
     def refs() -> list[weakref.ref[Tensor]]:
         params, _ = other_tensors(module)
         with torch.no_grad():
-            apply((params, {}), x)
-            functional_call(module, params, x)
+            apply((params, {}), x) if through == "apply" else functional_call(module, params, x)
         return [weakref.ref(p) for p in params.values()]
 
     gc.disable()
@@ -1143,7 +1161,34 @@ def test_calls_of_parts_in_forward_leave_nothing(closure, monkeypatch):
             assert [ref() for ref in refs() if ref() is not None] == []
     finally:
         gc.enable()
-    assert made.count(id(module)) == 2 or closure  # one for each, as though there were no calls inside
+    assert made.count(id(module)) == 1 or closure  # as though there were no calls inside
+
+
+def test_call_that_begins_while_another_is_in_place():
+    started, go = threading.Event(), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            self.note = "in forward"
+            started.set()
+            assert go.wait(30)
+            return super().forward(x)
+
+    module, (x,) = Waiting(3, 3), X()
+    module.register_forward_hook(lambda mod, args, out: out + module.bias)
+    apply, _ = functional(module)
+    before, states, outs = contents(module), [other_tensors(module) for _ in range(2)], {}
+    threads = [threading.Thread(target=lambda i=i: outs.update({i: apply(states[i], x)[0]})) for i in range(2)]
+    threads[0].start()
+    assert started.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)  # by now it has met the module in the middle of the other call
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert_untouched(module, before)
+    for i, (params, _) in enumerate(states):
+        close(outs[i], nn.functional.linear(x, **params) + params["bias"])
 
 
 def test_threads_that_call_a_part_of_one_module():
@@ -1215,6 +1260,34 @@ def test_functional_call_does_not_keep_modules():
     refs = {name: call(make, args) for name, (make, args) in BY_NAME.items() if make is not Cached}
     gc.collect()
     assert [name for name, ref in refs.items() if ref() is not None] == []
+    assert all(ref() is not None for ref, _ in _POOLS.values())
+
+
+def test_another_module_at_the_same_address(monkeypatch):
+    gone, module, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.ones(3)
+    monkeypatch.setitem(_POOLS, id(module), (weakref.ref(gone), [Skeleton(gone)]))
+    close(functional_call(module, {}, x), module(x))
+
+
+def test_pool_that_another_thread_empties():
+    class Emptied(list):
+        def __bool__(self):
+            return True
+
+    assert take(Emptied(), nn.Linear(3, 3)).trusted
+
+
+def test_modules_called_in_place_are_searched_once(monkeypatch):
+    made = []
+    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(1) or Skeleton(module))
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    first = module[0]
+    module[1].register_forward_hook(lambda mod, args, out: out + first.bias)
+    apply, state = functional(module)
+    for call in (lambda x: functional_call(module, {}, x), lambda x: apply(state, x)):
+        for _ in range(3):
+            call(torch.ones(3))
+    assert len(made) == 2
 
 
 # ---------------------------------------------------------------- state, errors, compilation
@@ -1256,20 +1329,17 @@ def test_not_a_module_to_functional_call():
         functional_call({}, {})
 
 
-def scripted(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(module)
-
-
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules():
     with pytest.raises(TypeError, match=r"functional: a scripted module .* pass the Python module"):
-        functional(scripted(nn.Linear(3, 3)))
+        functional(torch.jit.script(nn.Linear(3, 3)))
     with pytest.raises(RuntimeError, match=r"The stateless API can't be used with Jitted modules"):
-        functional_call(scripted(nn.Tanh()), {}, torch.ones(3))
+        functional_call(torch.jit.script(nn.Tanh()), {}, torch.ones(3))
     with pytest.raises(RuntimeError, match=r"The stateless API can't be used with nn\.DataParallel module"):
         functional_call(nn.DataParallel(nn.Linear(3, 3)), {}, torch.ones(3))
-    module = nn.Sequential(scripted(nn.Linear(3, 3)), nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match=r"The stateless API can't be used with Jitted modules"):
+        torch.jit.trace(lambda x: functional_call(nn.Tanh(), {}, x), torch.ones(3))
+    module = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3))
     (params, _), (x,) = other_tensors(module), X()
     theirs = outcome(lambda: torch.func.functional_call(module, dict(params), x))
     close(outcome(lambda: functional_call(module, dict(params), x)), theirs)

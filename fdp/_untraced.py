@@ -1,0 +1,29 @@
+"""Code that torch.compile is to leave alone where it has given up on the call around it and goes on inside."""
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+# The code itself is not compiled; what it calls may be, such as the layers of a user's module. The decorator
+# `torch.compiler.disable` would say the same at every call, and import the whole compiler.
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+
+
+def leave_alone(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Mark the functions and classes that a module defines, or those with the given names."""
+    for name in list(namespace if names is None else names):
+        value = namespace[name]
+        if getattr(value, "__module__", None) == namespace["__name__"]:
+            for function in vars(value).values() if isinstance(value, type) else [value]:
+                for code in _codes(getattr(function, "__code__", None)):
+                    set_code_exec_strategy(code, _SKIP)
+
+
+def _codes(code: Any) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions and comprehensions inside it."""
+    if isinstance(code, types.CodeType):
+        yield code
+        for constant in code.co_consts:
+            yield from _codes(constant)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fdp._dims import check_out_dim
+from fdp._dims import REDUCTIONS, check_out_dim
 from fdp._place import to_device
 from fdp._tensor import accumulator, concat, copy, is_inexact, layers, total
 from fdp._tree import Flat, first_difference, flatten, is_array, unflatten
@@ -30,20 +30,29 @@ def join(shards: Sequence[Tree], dims: Dims, weights: Weights, device: torch.dev
         raise ValueError(f"{where}: {'; '.join(filter(None, problems))}. {choices} says how each leaf is joined")
     specs = flats[0].specs
     if torch.compiler.is_compiling():  # ids would become guards on these very tensors
-        leaves = [_join_leaf(column, spec, weights, device) for column, spec in zip(columns, specs, strict=True)]
+        leaves = [
+            _join_leaf(column, spec, weights, device, flats[0], i)
+            for i, (column, spec) in enumerate(zip(columns, specs, strict=True))
+        ]
         return unflatten(flats[0].structure, leaves)
     keys = [
         (spec, *map(id, column)) if isinstance(column[0], torch.Tensor) else (spec, i)
         for i, (column, spec) in enumerate(zip(columns, specs, strict=True))
     ]
-    joined = {key: _join_leaf(column, key[0], weights, device) for key, column in zip(keys, columns, strict=True)}
+    joined: dict[tuple[Any, ...], Any] = {}
+    for i, (key, column) in enumerate(zip(keys, columns, strict=True)):
+        if key not in joined:
+            joined[key] = _join_leaf(column, key[0], weights, device, flats[0], i)
     return unflatten(flats[0].structure, [joined[key] for key in keys])
 
 
-def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch.device) -> Any:
+def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int) -> Any:
     if spec == "items":
-        return type(column[0])(chain.from_iterable(to_device(value, device) for value in column))
-    moved = [copy(value, device) if isinstance(value, torch.Tensor) else value for value in column]
+        name = flat.path(index)
+        return type(column[0])(chain.from_iterable(to_device(value, device, name) for value in column))
+    if spec is None:
+        column = column[:1]  # the others are not moved in vain
+    moved = [copy(value, device, flat, index) if isinstance(value, torch.Tensor) else value for value in column]
     if spec == "list":
         return moved
     if spec is None or not isinstance(moved[0], torch.Tensor):
@@ -68,8 +77,13 @@ def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
     wide = accumulator(tensors[0].dtype)
     scale = 2.0 ** -math.frexp(max(weights))[1]  # exact, and no weight is too large or small for it
     scaled = [weight * scale for weight in weights]
-    weighted = [tensor.to(wide) * weight for tensor, weight in zip(tensors, scaled, strict=True) if weight != 0]
-    return (total(weighted) / sum(scaled)).to(tensors[0].dtype)
+    weighted = [
+        (tensor if tensor.dtype is wide else tensor.to(wide)) * weight
+        for tensor, weight in zip(tensors, scaled, strict=True)
+        if weight != 0
+    ]
+    joined = total(weighted) / sum(scaled)
+    return joined if wide is tensors[0].dtype else joined.to(tensors[0].dtype)
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
@@ -87,8 +101,8 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) -> str | None:
     """Why the values of one leaf cannot be joined, None if they can."""
     spec = flat.specs[index]
-    if not isinstance(spec, int) or isinstance(spec, bool):
-        try:
+    if type(spec) is not int and spec is not None and not (isinstance(spec, str) and spec in REDUCTIONS):
+        try:  # naming the leaf takes time
             check_out_dim(spec, flat.path(index))
         except ValueError as error:
             return str(error)
@@ -106,7 +120,10 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
         return None if all(_same(column[0], value) for value in column) else _differs(column, flat.path(index))
     if len(tensors) < len(column):
         return f"{flat.path(index)} is a tensor in some shards and none in others: {_values(column)}"
-    problem = _concat_problem(tensors, spec) if isinstance(spec, int) else _reduce_problem(tensors, spec, weights)
+    if isinstance(spec, int):
+        problem = _concat_problem(tensors, spec)
+    else:
+        problem = _reduce_problem(tensors, spec, weights, flat, index)
     return problem and f"{flat.path(index)} {problem}"
 
 
@@ -125,7 +142,7 @@ def _concat_problem(tensors: Sequence[torch.Tensor], dim: int) -> str | None:
     return _dtype_problem(tensors) or f"has shapes {_shapes(tensors)}, which cannot be concatenated along dim {dim}"
 
 
-def _reduce_problem(tensors: Sequence[torch.Tensor], spec: str, weights: Weights) -> str | None:
+def _reduce_problem(tensors: Sequence[torch.Tensor], spec: str, weights: Weights, flat: Flat, index: int) -> str | None:
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         return f"has shapes {_shapes(tensors)}, which have no {spec!r}: choose 0 to concatenate"
     if spec in ("max", "min") and tensors[0].is_complex():
@@ -133,7 +150,7 @@ def _reduce_problem(tensors: Sequence[torch.Tensor], spec: str, weights: Weights
     if spec == "sum" and tensors[0].dtype is torch.bool:
         return "is bool, whose sum would not be bool: choose 'max' (any), 'min' (all), or return integers"
     if spec == "mean" and not is_inexact(tensors[0]):
-        if not torch.compiler.is_compiling() and not all(_equal(tensors[0], tensor) for tensor in tensors[1:]):
+        if not torch.compiler.is_compiling() and not all(_equal(tensors[0], t, flat, index) for t in tensors[1:]):
             return (
                 f"is {tensors[0].dtype}, which has no 'mean', and differs between shards ({_values(tensors)}): choose "
                 "'sum', 'max', 'min' or 'list', or return a float"
@@ -151,9 +168,9 @@ def _dtype_problem(tensors: Sequence[torch.Tensor]) -> str | None:
     return f"has dtypes {[str(tensor.dtype) for tensor in tensors]} on the slots"
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal(a: torch.Tensor, b: torch.Tensor, flat: Flat, index: int) -> bool:
     one, other = layers(a)[-1], layers(b)[-1]
-    return one.is_meta or torch.equal(one, other.to(one.device))
+    return one.is_meta or torch.equal(one, copy(other, one.device, flat, index))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ from fdp._devices import as_devices
 from fdp._dims import Plan, check_in_dim, check_weights, make_plan, proportional
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
-from fdp._tree import Flat, flatten, is_array, tree_map, unflatten
+from fdp._tree import Flat, flatten, is_array, unflatten
 from fdp._typing import AUTO, Devices, Dims, Tree
 
 Memo = dict[tuple[int, Any], list[Any]]
@@ -167,23 +167,28 @@ def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -
     """What each shard gets of a leaf."""
     if isinstance(leaf, torch.Tensor):
         if torch.compiler.is_compiling():
-            return _cut_tensor(leaf, spec, plan)  # an id would become a guard on this very tensor
+            return _cut_tensor(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
         key = (id(leaf), spec)
         if key not in memo:
-            memo[key] = _cut_tensor(leaf, spec, plan)
+            memo[key] = _cut_tensor(leaf, spec, plan, flat, index)
         return memo[key]
     if isinstance(leaf, Slots):
         return _cut_slots(leaf, spec, plan, flat.path(index))
     if spec == "items" and plan.sizes is not None:
-        parts = [leaf[rows.start : rows.stop] for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
-        return [to_device(part, device) for part, device in zip(parts, plan.devices, strict=True)]
+        path = flat.path(index)
+        ranges = [rows for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
+        return [
+            to_device(leaf[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]")
+            for rows, device in zip(ranges, plan.devices, strict=True)
+        ]
     return [leaf] * len(plan.slots)
 
 
-def _cut_tensor(tensor: torch.Tensor, spec: int | None, plan: Plan) -> list[torch.Tensor]:
+def _cut_tensor(tensor: torch.Tensor, spec: int | None, plan: Plan, flat: Flat, index: int) -> list[torch.Tensor]:
     if spec is not None and plan.sizes is not None:
-        return [copy(part, d) for part, d in zip(split(tensor, plan.sizes, spec), plan.devices, strict=True)]
-    on = {device: copy(tensor, device) for device in dict.fromkeys(plan.devices)}
+        parts = zip(split(tensor, plan.sizes, spec), plan.devices, strict=True)
+        return [copy(part, device, flat, index) for part, device in parts]
+    on = {device: copy(tensor, device, flat, index) for device in dict.fromkeys(plan.devices)}
     return [on[device] for device in plan.devices]
 
 
@@ -204,6 +209,10 @@ def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
     return shards
 
 
-def to_device(tree: Tree, device: torch.device) -> Tree:
-    """The tree with every tensor on a device."""
-    return tree_map(lambda leaf: copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def to_device(tree: Tree, device: torch.device, name: str) -> Tree:
+    """The tree, which is called `name`, with every tensor on a device."""
+    flat = flatten(tree, name)
+    leaves = [
+        copy(leaf, device, flat, i) if isinstance(leaf, torch.Tensor) else leaf for i, leaf in enumerate(flat.leaves)
+    ]
+    return unflatten(flat.structure, leaves)

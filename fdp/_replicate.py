@@ -46,8 +46,10 @@ def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, n
             raise TypeError(f"{where}: {what} is a {type(leaf).__name__} already")
     shards = []
     for device in slots:
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-        memo = {tensor: copy(tensor, device, always=always) for tensor in tensors}  # tensors are keys by identity
+        memo: dict[torch.Tensor, torch.Tensor] = {}  # tensors are keys by identity
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf not in memo:
+                memo[leaf] = copy(leaf, device, flat, i, always=always)
         shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
     return Replicated(tuple(shards), slots)
 

@@ -1,0 +1,78 @@
+"""The log of copies between devices."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+
+class Transfer(NamedTuple):
+    """One tensor that was copied from a device to another.
+
+    Attributes:
+        path: Where it stands in the arguments or the result: `"inputs[0]['x']"`; for gradients, what they belong to.
+        nbytes: Its size.
+        source: The device that it was on.
+        target: The device that it was copied to.
+    """
+
+    path: str
+    nbytes: int
+    source: torch.device
+    target: torch.device
+
+
+# Shards run in copies of their caller's context, also in other threads: they see its logs and write to the same lists.
+_LOGS: contextvars.ContextVar[tuple[list[Transfer], ...]] = contextvars.ContextVar("fdp_transfers", default=())
+
+
+@contextlib.contextmanager
+def transfers() -> Iterator[list[Transfer]]:
+    """See every copy between devices that fdp makes.
+
+    What the function itself copies is not among them, nor what autograd does in its backward, nor anything inside of
+    `torch.compile`. Inside one another, both logs see a copy.
+
+    >>> import fdp, torch
+    >>> with fdp.transfers() as log:
+    ...     batch = fdp.scatter(torch.ones(2, 3), ["cpu", "meta"])
+    >>> log
+    [Transfer(path='tree', nbytes=12, source=device(type='cpu'), target=device(type='meta'))]
+    >>> sum(transfer.nbytes for transfer in log)
+    12
+
+    Yields:
+        A list that grows: of each copy the path, bytes, source and target.
+    """
+    log: list[Transfer] = []
+    token = _LOGS.set((*_LOGS.get(), log))
+    try:
+        yield log
+    finally:
+        _LOGS.reset(token)
+
+
+class Named(Protocol):
+    """A flat tree whose leaves have names."""
+
+    def path(self, index: int, /) -> str: ...
+
+
+def report(tensor: torch.Tensor, target: torch.device, flat: Named, index: int) -> None:
+    """Write to the open logs that a leaf is copied to another device; its path is found only if there are any."""
+    if torch.compiler.is_compiling():  # a traced function cannot read context variables
+        return
+    for log in _LOGS.get():
+        log.append(Transfer(flat.path(index), _nbytes(tensor), tensor.device, target))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """The size of what really moves: under `vmap` the whole batch."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.element_size() * (tensor._nnz() if tensor.layout is not torch.strided else tensor.numel())

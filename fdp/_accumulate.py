@@ -10,7 +10,7 @@ from fdp._dims import Plan
 from fdp._place import flatten_args
 from fdp._replicate import replicate_on
 from fdp._slots import Replicated, Sharded, Slots
-from fdp._tensor import accumulator, add, concat, copy, is_inexact
+from fdp._tensor import accumulate, accumulator, concat, copy, is_inexact
 from fdp._tree import Flat, flatten, leaves_up_to, tree_map, unflatten
 from fdp._typing import AUTO, Tree
 
@@ -63,7 +63,9 @@ class Gradients:
     """Takes the gradients of one shard after the other: what is to be summed is summed at once, and not kept."""
 
     def __init__(self, flats: Sequence[Flat], plan: Plan, device: torch.device | None) -> None:
-        self._flats, self._plan, self._device = flats, plan, device
+        # Under another name, for the log of transfers.
+        self._flats = [flat._replace(name=f"grad of {flat.name}") for flat in flats]
+        self._plan, self._device = plan, device
         self._parts: list[list[list[Any]]] = [[[] for _ in flat.leaves] for flat in flats]
 
     def add(self, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
@@ -71,58 +73,75 @@ class Gradients:
         for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
             rest = iter(grad)
             values = leaves_up_to(flat.structure, arg)
-            for leaf, spec, parts, value in zip(flat.leaves, flat.specs, all_parts, values, strict=True):
+            columns = zip(flat.leaves, flat.specs, all_parts, values, strict=True)
+            for i, (leaf, spec, parts, value) in enumerate(columns):
                 if isinstance(leaf, torch.Tensor):
-                    found = next(rest)
-                    parts[:] = [*parts, _filled(found, value)] if spec is not None else [self._sum(parts, found, leaf)]
+                    if spec is None:
+                        self._sum(parts, next(rest), leaf, flat, i)
+                    else:
+                        parts.append(_filled(next(rest), value))
                     continue
                 inner = flatten(value, flat.name)
-                found = list(islice(rest, len(inner.leaves)))
                 if isinstance(leaf, Replicated):
-                    sums = zip(*parts, strict=True) if parts else [()] * len(found)
-                    homes = flatten(leaf.shards[0], flat.name).leaves
-                    parts[:] = [[self._sum(s, g, home) for s, g, home in zip(sums, found, homes, strict=True)]]
+                    homes = flatten(leaf.shards[0], flat.path(i))
+                    parts.extend([] for _ in homes.leaves[len(parts) :])
+                    for k, home in enumerate(homes.leaves):
+                        self._sum(parts[k], next(rest), home, homes, k)
                 else:
+                    found = islice(rest, len(inner.leaves))
                     parts.append(unflatten(inner.structure, map(_filled, found, inner.leaves)))
 
     def finish(self) -> list[Tree]:
         """The gradient of each argument: a tree like it, zeros where it is not used."""
         return [
-            unflatten(flat.structure, map(self._joined, flat.leaves, flat.specs, parts))
+            unflatten(flat.structure, [self._joined(flat, i, part) for i, part in enumerate(parts)])
             for flat, parts in zip(self._flats, self._parts, strict=True)
         ]
 
-    def _joined(self, leaf: Any, spec: Any, parts: list[Any]) -> Tree:
+    def _joined(self, flat: Flat, index: int, parts: list[Any]) -> Tree:
+        leaf, spec = flat.leaves[index], flat.specs[index]
         if isinstance(leaf, Replicated):
-            inner = flatten(leaf.shards[0], "grad")
-            whole = [self._home(_filled(g, value), value) for g, value in zip(parts[0], inner.leaves, strict=True)]
-            return replicate_on(unflatten(inner.structure, whole), leaf.devices, always=True, name="grad", where="grad")
+            inner = flatten(leaf.shards[0], flat.path(index))
+            places = enumerate(zip(parts, inner.leaves, strict=True))
+            whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
+            tree, name = unflatten(inner.structure, whole), inner.name
+            return replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
         if isinstance(leaf, Sharded):
             found = dict(zip(self._plan.slots, parts, strict=True))
             shards = enumerate(leaf.shards)
             grads = tuple(found[i] if i in found else tree_map(torch.zeros_like, shard) for i, shard in shards)
             return Sharded(grads, leaf.devices, leaf.sizes, leaf.dims)
         if spec == "items":
-            return type(leaf)(map(lambda g, value: tree_map(self._home, g, value), chain.from_iterable(parts), leaf))
+            inner = flatten(leaf, flat.path(index))
+            grads = enumerate(leaves_up_to(inner.structure, type(leaf)(chain.from_iterable(parts))))
+            return unflatten(inner.structure, [self._home(grad, inner.leaves[k], inner, k) for k, grad in grads])
         if spec is None:
-            return self._home(_filled(parts[0], leaf), leaf)
-        return concat([self._home(part, leaf) for part in parts], spec)
+            return self._home(_filled(_only(parts), leaf), leaf, flat, index)
+        return concat([self._home(part, leaf, flat, index) for part in parts], spec)
 
-    def _sum(self, before: Sequence[Grad], grad: Grad, home: torch.Tensor) -> Grad:
-        """The sum so far (none or one) and the next gradient, on the device where the sum goes."""
-        summed = before[0] if before else None
+    def _sum(self, held: list[torch.Tensor], grad: Grad, home: torch.Tensor, flat: Flat, index: int) -> None:
+        """Add the next gradient to the sum so far, none or one, on the device where the sum goes."""
         if grad is None:
-            return summed
-        moved = self._home(grad, home)
-        if summed is None:
-            return moved
-        wide = accumulator(home.dtype)
-        return add(summed.to(wide), moved.to(wide))
+            return
+        moved, wide = self._home(grad, home, flat, index), accumulator(home.dtype)
+        del grad  # whether it may be written to depends on who refers to it
+        if held and wide is not home.dtype:
+            held[0], moved = held[0].to(wide), moved.to(wide)
+        if held:
+            accumulate(held, moved)
+        else:
+            held.append(moved)
 
-    def _home(self, grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
-        return copy(grad, self._device or value.device)
+        return copy(grad, self._device or value.device, flat, index)
+
+
+def _only(held: Sequence[torch.Tensor]) -> Grad:
+    return held[0] if held else None
 
 
 def _filled(grad: Grad, value: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(value) if grad is None else grad.to(value.dtype)
+    if grad is None:
+        return torch.zeros_like(value)
+    return grad if grad.dtype is value.dtype else grad.to(value.dtype)

@@ -59,7 +59,9 @@ class Watch(NamedTuple):
         for flat in flats:
             for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
                 copies = memo[id(leaf), spec] if isinstance(leaf, torch.Tensor) else ()
-                own = [tensor for tensor in (*leaf_tensors(leaf), *copies) if not tensor.is_inference()]
+                # Views share the version of what they are views of.
+                moved = [tensor for tensor in copies if tensor.device != leaf.device]
+                own = [tensor for tensor in (*leaf_tensors(leaf), *moved) if not tensor.is_inference()]
                 if transformed:  # a write under vmap shows in the version of what is batched
                     own = [layer for tensor in own for layer in layers(tensor)]
                 owners += [(flat, i)] * len(own)

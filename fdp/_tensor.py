@@ -3,11 +3,15 @@
 All are plain differentiable torch, so autograd and torch.func need nothing special here.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from fdp._transfers import Named, report
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -21,9 +25,13 @@ def concat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
-def copy(tensor: torch.Tensor, device: torch.device, *, always: bool = False) -> torch.Tensor:
-    """The tensor on a device: itself if it is there already, unless storage of its own is wanted `always`."""
+def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *, always: bool = False) -> torch.Tensor:
+    """The tensor on a device: itself if it is there already, unless storage of its own is wanted `always`.
+
+    It is the leaf `index` of `flat`: the log of `transfers` names it so.
+    """
     if tensor.device != device:
+        report(tensor, device, flat, index)
         return tensor.to(device)
     return tensor.clone() if always else tensor
 
@@ -51,9 +59,50 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
+def accumulate(held: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Add to the tensor in the list: in place if that saves memory and nobody can see it."""
+    if held[0].dtype is tensor.dtype and not tensor.requires_grad and not tensor.is_sparse and is_ours(held):
+        held[0].add_(tensor)
+    else:
+        held[0] = add(held[0], tensor)
+
+
+def is_ours(held: list[torch.Tensor]) -> bool:
+    """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
+
+    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
+    """
+    tensor = held[0]
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    if is_functorch_wrapped_tensor(tensor) or tensor.is_inference() or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    if tensor.nbytes < _LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
+        return False  # what cannot be resized is memory of something else, such as a numpy array
+    del tensor, storage
+    return _references(held) == (_ALONE_VIEW if held[0]._is_view() else _ALONE)
+
+
+def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
+    """How many refer to a tensor in Python, in C++, to its memory, and to the tensor that it is a view of."""
+    tensor, base = held[0], held[0]._base
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    found = sys.getrefcount(tensor), _Tensor._use_count(tensor), memory
+    return found if base is None else (*found, sys.getrefcount(base), _Tensor._use_count(base))
+
+
+_Tensor: Any = torch.Tensor  # not all of it has types
+_LARGE = 2**16  # bytes: below, counting takes longer than allocating
+_ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
+
+
 def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Adjoint of copying to several slots: the sum, in slot order."""
     if len(tensors) == 1:
         return tensors[0]
     dtype = tensors[0].dtype
-    return reduce(add, [tensor.to(accumulator(dtype)) for tensor in tensors]).to(dtype)
+    wide = accumulator(dtype)
+    if wide is dtype:
+        return reduce(add, tensors)
+    return reduce(add, [tensor.to(wide) for tensor in tensors]).to(dtype)

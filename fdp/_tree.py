@@ -63,7 +63,7 @@ def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: 
 
 def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
     leaves, structure = _flatten(tree, name)
-    if not isinstance(dims, int | None):
+    if not isinstance(dims, int | str | None):
         _register_nodes(dims)
     if is_spec_leaf(dims) and not _is_items(dims):
         return Flat(name, leaves, [dims] * len(leaves), structure)

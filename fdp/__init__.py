@@ -1,13 +1,15 @@
 """Data parallelism for PyTorch as a pure function."""
 
+from fdp import testing as testing
 from fdp._apply import dp_apply as dp_apply
 from fdp._apply import parallel_apply as parallel_apply
 from fdp._apply import shard_map as shard_map
 from fdp._context import fold_in as fold_in
 from fdp._devices import available_devices as available_devices
 from fdp._devices import virtual_devices as virtual_devices
+from fdp._executors import thread_safe as thread_safe
 from fdp._functional import functional as functional
-from fdp._functional import functional_call as functional_call
+from fdp._functional_call import functional_call as functional_call
 from fdp._grad import grad as grad
 from fdp._grad import grad_and_value as grad_and_value
 from fdp._grad import value_and_grad as value_and_grad
@@ -17,6 +19,8 @@ from fdp._scatter import gather as gather
 from fdp._scatter import scatter as scatter
 from fdp._slots import Replicated as Replicated
 from fdp._slots import Sharded as Sharded
+from fdp._transfers import Transfer as Transfer
+from fdp._transfers import transfers as transfers
 from fdp._typing import AUTO as AUTO
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ import torch
 
 from fdp._call import Arg, Options, check_function, keyword_args, positional_args, prepare
 from fdp._devices import as_device, as_devices
-from fdp._executors import check_options, run_all, slots_of
+from fdp._executors import Mode, check_options, run_all, slots_of
 from fdp._join import join
 from fdp._place import Plan
 from fdp._replicate import replicate_on
@@ -56,8 +56,11 @@ def dp_apply(
             `fn.out_dims`, else 0.
         output_device: Where outputs go, by default the device of slot 0.
         weights: Relative rows of each slot. By default sizes differ by at most one; slots without rows are left out.
-        executor: `"sequential"`: one shard after the other in the calling thread; `"auto"` chooses.
-        seed: Give slot i the random numbers of `fold_in(seed, i)`, and leave the caller's generators alone.
+        executor: `"sequential"`: one shard after the other in the calling thread. `"threads"`: side by side, on the CPU
+            as many at once as there are cores. `"auto"`: threads if `fn` is known to be safe in them, because
+            `functional` made it or `thread_safe` marks it, and no transform of torch.func is active.
+        seed: Give slot i the random numbers of `fold_in(seed, i)`, and leave the caller's generators alone. Seeded
+            shards run one after the other.
         axis_name: Name of this set of slots, for messages where calls nest.
 
     Returns:
@@ -170,7 +173,7 @@ def parallel_apply(
     shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
     tasks = [functools.partial(fn, *s[: len(args)], **dict(zip(keywords, s[len(args) :], strict=True))) for s in shards]
     places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name)
-    result = Sharded(tuple(run_all(tasks, places, seed)), slots)
+    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn, pure=False))), slots)
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:
@@ -188,7 +191,7 @@ def _map_shards(
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)
     tasks = [functools.partial(fn, *shard.args, **shard.kwargs) for shard in call.shards]
-    outputs = run_all(tasks, slots_of(call.plan, options.axis_name), options.seed)
+    outputs = run_all(tasks, slots_of(call.plan, options.axis_name), Mode(options.executor, options.seed, fn))
     call.watch.check(where)
     weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
     return join(outputs, dims, weights, target or call.plan.devices[0], "out", where)

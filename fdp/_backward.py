@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fdp._call import Shard
+from fdp._guards import is_forward_mode
 from fdp._tensor import layers
 from fdp._tree import flatten, tensors_in, unflatten
 from fdp._typing import Function, Tree
@@ -62,7 +63,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
     active = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled()
-    return active or torch.autograd.forward_ad._current_level >= 0 or any(t.is_inference() for t in tensors)
+    return active or is_forward_mode() or any(t.is_inference() for t in tensors)
 
 
 def transformed(problem: Problem, shard: Shard, seed: float, create_graph: bool | None) -> Result:
@@ -167,7 +168,7 @@ def _as_constant(value: Any, where: str) -> float:
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether something differentiates through a tensor. Forward mode cannot be asked, and counts as yes."""
-    return torch.autograd.forward_ad._current_level >= 0 or any(layer.requires_grad for layer in layers(tensor))
+    return is_forward_mode() or any(layer.requires_grad for layer in layers(tensor))
 
 
 def inputs_of(problem: Problem, shard: Shard) -> Inputs:
@@ -213,13 +214,17 @@ def _reaches_outside(forward: Forward) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # only nodes of leaves have it
-        if variable is not None and id(variable) not in inputs:
-            return True
-        stack.extend(parent for parent, _ in node.next_functions)
+        parents = node.next_functions
+        if not parents:  # the nodes of leaves, and few others
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in inputs:
+                return True
+        stack.extend([parent for parent, _ in parents])
     return False
 
 
 def _detached(aux: Tree, where: str) -> Tree:
+    if aux is None:
+        return None
     flat = flatten(aux, "aux", where=where)
     return unflatten(flat.structure, [t.detach() if isinstance(t, torch.Tensor) else t for t in flat.leaves])

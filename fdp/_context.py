@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -29,6 +30,14 @@ class Slot:
 
 
 _SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
+ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
+ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
+SIDE_BY_SIDE = contextvars.ContextVar("fdp_side_by_side", default=False)  # other threads run shards of this call
+IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here may not use threads: a lock is held
+
+
+class NotSideBySide(BaseException):
+    """Raised in a shard that must not run beside others: it runs again, alone. No Exception, lest users catch it."""
 
 
 def current_slot() -> Slot | None:
@@ -37,7 +46,9 @@ def current_slot() -> Slot | None:
     return None if torch.compiler.is_compiling() else _SLOT.get(None)
 
 
-def run_in_slot(slot: Slot, seed: int | None, call: Callable[[], Any]) -> Any:
+def run_in_slot(
+    slot: Slot, seed: int | None, call: Callable[[], Any], context: contextvars.Context | None = None
+) -> Any:
     """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
     if torch.compiler.is_compiling():
         if seed is not None:
@@ -48,9 +59,15 @@ def run_in_slot(slot: Slot, seed: int | None, call: Callable[[], Any]) -> Any:
         _SLOT.set(slot)
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with torch.set_grad_enabled(torch.is_grad_enabled()), _current_device(slot.device), _seeded(seed, slot):
-            return call()
+            watcher = ON_SHARD.get()
+            if watcher is None:
+                return call()
+            watcher(slot, "before")
+            result = call()
+            watcher(slot, "after")
+            return result
 
-    return contextvars.copy_context().run(enter)
+    return (context or contextvars.copy_context()).run(enter)
 
 
 def fold_in(seed: int, data: int) -> int:
@@ -73,7 +90,31 @@ def fold_in(seed: int, data: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-_SEEDING = threading.RLock()
+
+
+@final
+class ProcessLock:
+    """A lock that one thread may take several times, and that a forked child has anew, whoever holds it here."""
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self.lock:
+            yield
+
+
+EXCLUSIVE = ProcessLock()
+"""Held by what cannot go on in two threads: draws from torch's generators, calls of a module in place, forward mode.
+
+One lock for all, so that no two threads can wait for each other's.
+"""
 
 
 def _mix(state: int) -> int:
@@ -95,12 +136,15 @@ def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
     if seed is None:
         yield
         return
+    if SIDE_BY_SIDE.get():
+        raise NotSideBySide
     generators = [torch.default_generator]
     if slot.device.type not in ("cpu", "meta"):
         generators.append(torch.get_device_module(slot.device).default_generators[slot.device.index])
     own = fold_in(seed, slot.index)
     own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
-    with _SEEDING:  # the default generator is one for all threads
+    with EXCLUSIVE.held():  # the default generator is one for all threads
+        IN_ORDER.set(True)  # until the end of the shard's context
         states = [generator.get_state() for generator in generators]
         try:
             for generator in generators:

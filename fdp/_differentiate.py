@@ -12,7 +12,7 @@ from fdp._accumulate import Gradients, check_differentiable
 from fdp._backward import Forward, Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
 from fdp._call import Call, Options, check_function, keyword_args, leaf_tensors, positional_args, prepare
 from fdp._devices import as_device
-from fdp._executors import run, run_all, slots_of
+from fdp._executors import Mode, run, run_all, slots_of
 from fdp._join import join
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 
@@ -118,7 +118,7 @@ class Differentiation:
                 raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
             return weights
         tasks = [functools.partial(count_of, problem, self.count, shard) for shard in call.shards]
-        weights = run_all(tasks, slots_of(call.plan, self.axis_name), None)
+        weights = run_all(tasks, slots_of(call.plan, self.axis_name), Mode("sequential", None, None))
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
             raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {weights}")
         if sum(weights) == 0:
@@ -127,7 +127,7 @@ class Differentiation:
 
     def _run(self, problem: Problem, call: Call, shares: Sequence[float], take: Callable[[int, Result], None]) -> None:
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
-        slots = slots_of(call.plan, self.axis_name)
+        slots, mode = slots_of(call.plan, self.axis_name), Mode(self.executor, self.seed, self.fn)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
         inputs = [tensor for flat in call.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
@@ -136,7 +136,7 @@ class Differentiation:
                 functools.partial(transformed, problem, shard, share, self.create_graph)
                 for shard, share in zip(call.shards, shares, strict=True)
             ]
-            return run(tasks, slots, self.seed, take)
+            return run(tasks, slots, mode, take)
         attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in inputs)
         graph = True if attached else self.create_graph
         forwards = [functools.partial(forward, problem, shard, attached=attached) for shard in call.shards]
@@ -145,11 +145,12 @@ class Differentiation:
             tasks = [
                 functools.partial(self._alone, task, share, graph) for task, share in zip(forwards, shares, strict=True)
             ]
-            return run(tasks, slots, self.seed, take)
+            return run(tasks, slots, mode, take)
         for batch in _rounds(call.plan.slots):
-            losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], self.seed)
-            for i, result in zip(batch, joint(self.where, losses, [shares[i] for i in batch], graph), strict=True):
-                take(i, result)
+            losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode)
+            results = joint(self.where, losses, [shares[i] for i in batch], graph)[::-1]
+            for i in batch:
+                take(i, results.pop())  # which lets go of each: it may then be added to in place
 
     def _alone(self, task: Callable[[], Forward], share: float, create_graph: bool | None) -> Result:
         return joint(self.where, [task()], [share], create_graph)[0]

@@ -1,55 +1,101 @@
-"""Running the shards of a call. An executor runs tasks and hands on their results in order."""
+"""Running the shards of a call. An executor runs tasks, one a slot, and hands on their results in order."""
 
+import contextlib
+import functools
 import numbers
+import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
-from fdp._context import Slot, run_in_slot
+from fdp._context import IN_ORDER, Slot, run_in_slot
 from fdp._dims import Plan
-from fdp._typing import Executor
+from fdp._guards import is_forward_mode
+from fdp._known import is_marked, mark, must_run_in_order
+from fdp._state import is_carried
+from fdp._threads import run_side_by_side
+from fdp._typing import Executor, Function
 
 Task = Callable[[], Any]
+Take = Callable[[int, Any], None]
+
+
+class Mode(NamedTuple):
+    """How the shards of a call run; `fn` is the user's function, which is `pure` if it may be run again."""
+
+    executor: Executor
+    seed: int | None
+    fn: Function | None
+    pure: bool = True
+
+
+def thread_safe(fn: Function) -> Function:
+    """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
+
+    `thread_safe(fn)(*args) == fn(*args)`.
+
+    >>> import fdp, torch
+    >>> @fdp.thread_safe
+    ... def loss(w, x):
+    ...     return (x @ w).square().mean()
+    >>> fdp.grad(loss, devices=fdp.virtual_devices(2))(torch.ones(2), torch.eye(2))
+    tensor([1., 1.])
+
+    Functions of tensors are, and so is what `functional` returns. Not safe is what writes to objects that the calls
+    share: a counter, a list of activations, the buffers of a module that is called as it is.
+
+    Args:
+        fn: Any callable.
+
+    Returns:
+        A function of Python itself; any other callable, wrapped in a `functools.partial`. The mark is on this object:
+        a wrapper of it needs one of its own.
+
+    Raises:
+        TypeError: Not callable.
+    """
+    if not callable(fn):
+        raise TypeError(f"thread_safe: expected a function, got {type(fn).__name__}")
+    if not isinstance(fn, types.FunctionType):
+        fn = functools.partial(fn)
+    mark(fn)
+    return fn
 
 
 def slots_of(plan: Plan, axis_name: str) -> list[Slot]:
     """The place of every shard of a plan."""
     ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
     several = len(ranks) < len(plan.slots)
-    places = []
+    places, first = [], {slot: i for i, slot in reversed(list(enumerate(plan.slots)))} if several else {}
     for i, (slot, device) in enumerate(zip(plan.slots, plan.devices, strict=True)):
-        piece = i - plan.slots.index(slot) if several else None
+        piece = i - first[slot] if several else None
         places.append(Slot(ranks[slot], len(ranks), plan.rows(i), device, axis_name, piece))
     return places
 
 
 def check_options(executor: Executor, seed: int | None, where: str) -> None:
-    """The executor is `"auto"` or `"sequential"`, the seed an int."""
-    if executor not in ("auto", "sequential"):
-        raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto' or 'sequential'")
+    """The executor is one of those that there are, the seed an int."""
+    if executor not in ("auto", "sequential", "threads"):
+        raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
         raise TypeError(f"{where}: seed must be an int, got {seed!r}")
 
 
-def run(tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None, take: Callable[[int, Any], None]) -> None:
-    """Run one task a slot, one after the other in the caller's thread, and let `take` have what each returns.
+def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
+    """Run one task a slot and let `take` have what each returns, in order.
 
-    Kernels on accelerators are asynchronous, so shards on different devices overlap all the same. If a shard fails the
-    others still run, as they would side by side, and the first failure is raised with a note that names all of them.
+    If a shard fails the others still run, and the first failure is raised with a note that names all of them.
     """
     if torch.compiler.is_compiling():
         for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
-            take(i, run_in_slot(slot, seed, task))
+            take(i, run_in_slot(slot, mode.seed, task))
         return
-    failures: list[tuple[Slot, Exception]] = []
-    for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
-        try:
-            result = run_in_slot(slot, seed, task)
-        except Exception as error:
-            failures.append((slot, error))
-        else:
-            take(i, result)
+    if _may_use_threads(mode, len(tasks)):
+        failures = run_side_by_side(tasks, slots, mode.fn, mode.pure, take)
+    else:
+        failures = _run_in_order(tasks, slots, mode.seed, take)
     if failures:
         try:
             raise _noted(failures)
@@ -57,17 +103,54 @@ def run(tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None, take: Ca
             failures.clear()  # the traceback holds this frame: no cycle
 
 
-def run_all(tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None) -> list[Any]:
+def run_all(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode) -> list[Any]:
     """`run`, with all results in a list."""
     results: list[Any] = []
-    run(tasks, slots, seed, lambda _, result: results.append(result))
+    run(tasks, slots, mode, lambda _, result: results.append(result))
     return results
+
+
+def _run_in_order(
+    tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None, take: Take
+) -> list[tuple[Slot, Exception]]:
+    """One after the other in the caller's thread.
+
+    Kernels on accelerators are asynchronous, so shards on different devices overlap all the same.
+    """
+    failures: list[tuple[Slot, Exception]] = []
+    for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
+        try:
+            result = run_in_slot(slot, seed, task)
+        except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
+            raise
+        except Exception as error:
+            failures.append((slot, error))
+        else:
+            take(i, result)
+    return failures
+
+
+def _may_use_threads(mode: Mode, shards: int) -> bool:
+    """Whether shards may run side by side: it is wanted, and they would see what they see in the caller's thread."""
+    if mode.executor == "sequential" or shards < 2 or mode.seed is not None or IN_ORDER.get():
+        return False  # seeded shards take turns with torch's one generator of the CPU
+    if mode.executor == "auto" and (not is_marked(mode.fn) or torch._C._are_functorch_transforms_active()):
+        return False
+    return is_carried() and not is_forward_mode() and not must_run_in_order(mode.fn)
 
 
 def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
     slot, first = failures[0]
-    notes = [str(slot)] + [f"also {other}: {type(error).__name__}: {error}" for other, error in failures[1:]]
-    for note in notes:
-        if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
-            first.add_note(note)
+    notes = [str(slot)] + [f"also {other}: {type(error).__name__}: {_text(error)}" for other, error in failures[1:]]
+    with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+        for note in notes:
+            if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
+                first.add_note(note)
     return first
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text raises {type(broken).__name__})"

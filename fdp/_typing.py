@@ -16,7 +16,7 @@ Devices: TypeAlias = DeviceLike | Sequence[DeviceLike | int] | None
 Dims: TypeAlias = Any
 """A prefix tree whose leaves say, for each tensor, which dimension holds the rows."""
 
-Executor: TypeAlias = Literal["auto", "sequential"]
+Executor: TypeAlias = Literal["auto", "sequential", "threads"]
 Reduction: TypeAlias = Literal["mean", "sum"]
 Function: TypeAlias = Callable[..., Any]
 

@@ -53,7 +53,7 @@ def row_counts(slots: int, at_least: int = 0) -> st.SearchStrategy[int]:
 
 def executors() -> st.SearchStrategy[Any]:
     """Every executor."""
-    return st.sampled_from(["sequential", "auto"])
+    return st.sampled_from(["sequential", "threads", "auto"])
 
 
 def devices(slots: int) -> st.SearchStrategy[Any]:

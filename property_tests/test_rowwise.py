@@ -74,7 +74,7 @@ def test_l2_gradients(case: Case):
 @given(cases())
 def test_l8_repeats_and_executors_agree(case: Case):
     first = case.run()
-    for executor in ("sequential", "auto"):
+    for executor in ("sequential", "threads", "threads", "auto"):
         assert_same(case.run(executor=executor), first)
 
 

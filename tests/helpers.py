@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import enum
+import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import optree
+import pytest
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 from torch import Tensor
@@ -30,6 +32,30 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.complex(torch.sin(1 + count), torch.cos(2 + count)).to(dtype).reshape(shape)
     values = torch.sin(1 + count) if dtype.is_floating_point else (7 * count + 3) % (2 if dtype is torch.bool else 100)
     return values.to(dtype).reshape(shape)
+
+
+# ---- threads
+
+
+@contextlib.contextmanager
+def many_cores(count: int = 4) -> Iterator[None]:
+    """As many shards at once as on a machine with that many cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fdp._threads.cores", lambda: count)
+        patch.setattr("fdp._threads.may_compile", lambda: False)  # else the first shards may run alone
+        yield
+
+
+@contextlib.contextmanager
+def side_by_side(count: int = 4) -> Iterator[None]:
+    """`many_cores`, whose threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with many_cores(count):
+            yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 # ---- containers

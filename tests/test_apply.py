@@ -39,7 +39,7 @@ def recorder() -> tuple[list[Any], Callable[..., None]]:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("slots", COUNTS)
-@pytest.mark.parametrize("executor", ["auto", "sequential"])
+@pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
 def test_equals_one_device(slots: int, rows: int, executor: Any):
     x = numbers(rows, 4)
     devices = fdp.virtual_devices(slots)
@@ -263,7 +263,9 @@ TAKES_EXECUTORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("where", TAKES_EXECUTORS)
 @pytest.mark.parametrize("name", ["parallel", "thread", None, True])
 def test_unknown_executor(where: str, name: Any):
-    with pytest.raises(ValueError, match=rf"^{where}: there is no executor {name!r}; expected 'auto'.*'sequential'"):
+    with pytest.raises(
+        ValueError, match=rf"^{where}: there is no executor {name!r}; expected 'auto', 'sequential' or 'threads'"
+    ):
         TAKES_EXECUTORS[where](name)
 
 

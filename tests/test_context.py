@@ -54,7 +54,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("executor", ["auto", "sequential"])
+@pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
 def test_the_function_sees_what_its_caller_set(name: str, slots: int, executor: Any):
     devices = fdp.virtual_devices(slots)
     seen: list[Any] = []
@@ -202,7 +202,7 @@ def of_slot(seed: int, slot: int, rows: int) -> torch.Tensor:
     return torch.rand(rows, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("executor", ["auto", "sequential"])
+@pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
 def test_a_seed_gives_the_same_numbers_in_ten_runs(executor: Any):
     runs = [fdp.dp_apply(draw, W, ROWS, SLOTS, seed=7, executor=executor) for _ in range(10)]
     for run in runs:

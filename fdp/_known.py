@@ -1,0 +1,92 @@
+"""What is known of functions: marks, and what their runs have shown.
+
+A function that compiles something when it runs should run alone: torch.compile is not made for other threads beside it.
+"""
+
+import functools
+import sys
+import types
+import weakref
+from typing import Any
+
+import torch
+
+from fdp._context import Slot
+
+_WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
+_most = 0
+_ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alone
+
+
+_SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def mark(fn: Any) -> None:
+    """Mark a function object as safe in threads. Not by an attribute: `functools.wraps` would copy it to wrappers."""
+    _SAFE.add(fn)
+
+
+def is_marked(fn: Any) -> bool:
+    """Whether a function is marked, or one that it is a partial or a compiled form of."""
+    while fn is not None:
+        if isinstance(fn, types.FunctionType | functools.partial) and fn in _SAFE:
+            return True
+        fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "_torchdynamo_orig_callable", None)
+    return False
+
+
+def compilations() -> int:
+    """How often this process has compiled a frame."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames.FRAME_COMPILE_COUNTER.total() if frames else 0
+
+
+def may_compile() -> bool:
+    """Whether something was made by torch.compile."""
+    global _most
+    if compilations() < _most:  # after `torch._dynamo.reset` everything is compiled anew
+        _WARM.clear()
+    _most = compilations()
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    # None stands for `torch.compiler.disable`, which optimizers use.
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+
+
+def is_cold(fn: Any, slot: Slot) -> bool:
+    """Whether `fn` has yet to show that it compiles nothing anew on a shard of this size."""
+    return _kind(slot) not in _WARM.get(_key(fn), ())
+
+
+def note(fn: Any, slot: Slot, compiled: bool) -> None:
+    """Remember whether `fn` has compiled something on a shard."""
+    if compiled:
+        _WARM.pop(_key(fn), None)
+    else:
+        _WARM.setdefault(_key(fn), set()).add(_kind(slot))
+
+
+def must_run_in_order(fn: Any) -> bool:
+    """Whether `fn` has refused to run beside others."""
+    return len(_ORDERED) > 0 and _key(fn) in _ORDERED
+
+
+def remember_order(fn: Any) -> None:
+    """Keep in mind that `fn` refuses to run beside others."""
+    _ORDERED.add(_key(fn))
+
+
+def _key(fn: Any) -> Any:
+    """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    key = fn if hasattr(fn, "_torchdynamo_orig_callable") else getattr(fn, "__code__", fn)
+    try:
+        hash(weakref.ref(key))
+    except TypeError:  # an object without a hash, or that nothing can refer to weakly
+        return type(key)
+    return key
+
+
+def _kind(slot: Slot) -> Any:
+    """What, of all that torch.compile makes code for, differs between calls in a usual program."""
+    return None if slot.rows is None else len(slot.rows), slot.device.type, torch.is_grad_enabled()

@@ -1,0 +1,195 @@
+"""What torch keeps for each thread is the caller's in every shard, or the shards stay in the caller's thread."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C import _autograd as autograd
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fdp
+
+_C: Any = torch._C  # a part of it has no types
+W = torch.tensor(2.0, dtype=torch.float64)
+
+
+def flags() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._is_view_replay_enabled(),
+        _C._get_torch_function_state(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        autograd._saved_tensors_hooks_get_disabled_error_message(),
+    )
+
+
+@contextlib.contextmanager
+def default_device():
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CARRIED: dict[str, Callable[[], Any]] = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "inference_mode, not": lambda: torch.inference_mode(False),
+    "autocast": lambda: torch.autocast("cpu", torch.float16),
+    "autocast without cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast, not": lambda: torch.autocast("cpu", torch.float16, enabled=False),
+    "default device": default_device,
+    "device": lambda: torch.device("meta"),
+    "no forward mode": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+    "backwards in one thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "view replay": lambda: _force_original_view_tracking(True),
+    "no torch function": torch._C.DisableTorchFunction,
+    "no subclasses": torch._C.DisableTorchFunctionSubclass,
+    "hooks refused": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+}
+
+
+class Counting(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+STAYS: dict[str, Callable[[], Any]] = {
+    "function mode": Counting,
+    "dispatch mode": Dispatching,
+    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+    "profiler": torch.profiler.profile,
+}
+
+
+def in_threads(surroundings: Callable[[], Any], look: Callable[[], Any], slots: int) -> tuple[Any, list[Any], int]:
+    """What the caller sees, what the shards see, and in how many threads they ran."""
+    seen, threads = [], set()
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> None:
+        seen.append(look())
+        threads.add(threading.get_ident())
+        time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fdp._threads.cores", lambda: 4)
+        x = torch.arange(4.0)
+        with surroundings():
+            want = look()
+            fdp.dp_apply(fn, W, x, fdp.virtual_devices(slots), executor="threads")
+            assert look() == want
+    return want, seen, len(threads)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("name", CARRIED)
+def test_flags_are_carried_into_threads(name: str, slots: int):
+    want, seen, threads = in_threads(CARRIED[name], flags, slots)
+    assert seen == [want] * slots
+    assert threads > 1 or slots == 1
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_cannot_be_carried_keeps_the_shards_in_the_callers_thread(name: str):
+    want, seen, threads = in_threads(STAYS[name], flags, 4)
+    assert seen == [want] * 4
+    assert threads == 1
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_call_leaves_nothing_in_the_threads(name: str):
+    want, seen, _ = in_threads(contextlib.nullcontext, flags, 4)
+    in_threads(CARRIED[name], flags, 4)
+    assert in_threads(contextlib.nullcontext, flags, 4)[:2] == (want, seen)
+
+
+def test_what_a_shard_sets_ends_with_it():
+    seen = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> None:
+        seen.append(flags())
+        torch.set_grad_enabled(False)
+        if threading.current_thread() is not threading.main_thread():
+            torch.set_autocast_enabled("cpu", True)  # in the caller's thread it would stay, as in any function
+
+    want = flags()
+    for _ in range(5):
+        fdp.dp_apply(fn, W, torch.arange(8.0), fdp.virtual_devices(8), executor="threads")
+    assert seen == [want] * 40
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_autocast_of_a_model_and_its_gradient(slots: int, executor: Any):
+    torch.manual_seed(0)
+    apply, (params, _) = fdp.functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x, dtypes = torch.randn(8, 3), set()
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        out, _ = apply((p, {}), x)
+        dtypes.add(out.dtype)
+        return out.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = fdp.grad(loss, devices=fdp.virtual_devices(slots), executor=executor)(params, x)
+        want = fdp.grad(loss, devices="cpu")(params, x)
+    assert dtypes == {torch.bfloat16}
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-3)
+
+
+def test_a_shards_own_autocast_does_not_empty_the_callers_cache():
+    linear = nn.Linear(3, 3)
+    casts = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        first = linear(torch.ones(1, 3))
+        fdp.dp_apply(fn, W, torch.ones(4, 3), fdp.virtual_devices(4), executor="threads")
+        second = linear(torch.ones(1, 3))
+        for out in (first, second):  # the node that casts the weight is the same one if the cast was kept
+            casts.append({node for node, _ in out.grad_fn.next_functions if node is not None})
+    assert casts[0] & casts[1]
+
+
+def test_denormals_are_flushed_in_every_thread():
+    smallest = torch.full((8,), 1e-310, dtype=torch.float64)
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return x * 0.5
+
+    try:
+        for flush in (False, True, False):
+            torch.set_flush_denormal(flush)
+            out = fdp.dp_apply(fn, W, smallest, fdp.virtual_devices(4), executor="threads")
+            assert bool((out == 0).all()) is flush
+            assert bool((out != 0).all()) is not flush
+    finally:
+        torch.set_flush_denormal(False)

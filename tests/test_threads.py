@@ -1,0 +1,559 @@
+"""Shards side by side: who runs them, how many at once, and what is left behind."""
+
+import contextlib
+import contextvars
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fdp
+from fdp import _workers
+from fdp._known import is_marked
+from tests.helpers import assert_close_tree, many_cores
+
+W = torch.tensor(2.0, dtype=torch.float64)
+CALLS: dict[str, Callable[[Any, int], Any]] = {
+    "dp_apply": lambda fn, slots: fdp.dp_apply(fn, W, rows(slots), fdp.virtual_devices(slots), executor="threads"),
+    "shard_map": lambda fn, slots: fdp.shard_map(
+        fn, devices=fdp.virtual_devices(slots), in_dims=(None, 0), executor="threads"
+    )(W, rows(slots)),
+    "parallel_apply": lambda fn, slots: fdp.parallel_apply(
+        fn, W, fdp.scatter(rows(slots), fdp.virtual_devices(slots)), executor="threads"
+    ),
+    "grad": lambda fn, slots: fdp.grad(
+        lambda w, x: fn(w, x).sum(), devices=fdp.virtual_devices(slots), executor="threads"
+    )(W, rows(slots)),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float64)
+
+
+def run_python(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own, which must end by itself."""
+    program = "import fdp, threading, time, torch, os, sys\n" + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+# ---------------------------------------------------------------- who runs what
+
+
+@each_call
+def test_shards_run_side_by_side_and_the_caller_runs_one(call: Callable[..., Any]):
+    meeting, threads = threading.Barrier(4), set()
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.get_ident())
+        meeting.wait(30)
+        return w * x
+
+    with many_cores():
+        call(fn, 4)
+    assert threading.get_ident() in threads
+    assert len(threads) == 4
+
+
+@each_call
+def test_no_thread_is_started_where_there_are_enough(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    with many_cores():
+        call(torch.mul, 4)
+        before = threading.active_count()
+        monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+        for _ in range(50):
+            call(torch.mul, 4)
+            call(torch.mul, 3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("slots", [2, 3, 7])
+def test_no_more_shards_run_than_there_are_cores(cores: int, slots: int):
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+        return w * x
+
+    with many_cores(cores):
+        CALLS["dp_apply"](fn, slots)
+    assert most[0] == min(cores, slots)
+
+
+def test_callers_share_the_cores():
+    lock, running, most = threading.Lock(), [0], [0]
+    started = threading.Barrier(4)
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.005)
+        with lock:
+            running[0] -= 1
+        return w * x
+
+    def caller() -> None:
+        started.wait(30)
+        for _ in range(10):
+            CALLS["dp_apply"](fn, 4)
+
+    with many_cores(4):
+        callers = [threading.Thread(target=caller) for _ in range(4)]
+        for thread in callers:
+            thread.start()
+        for thread in callers:
+            thread.join()
+        # A caller that comes while others have all the cores runs its shards itself: it is one thread anyway.
+        assert most[0] <= 4 + 3
+    assert _workers._POOL.lanes == {}
+
+
+@pytest.mark.parametrize(
+    ("intraop", "cores", "slots", "share"), [(8, 8, 2, 4), (8, 8, 3, 2), (8, 4, 7, 1), (2, 8, 2, 2)]
+)
+def test_threads_inside_operations_are_divided_and_restored(intraop: int, cores: int, slots: int, share: int):
+    meeting, seen = threading.Barrier(min(cores, slots)), []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if x[0] < min(cores, slots):  # those that begin at once
+            meeting.wait(30)
+        seen.append(torch.get_num_threads())
+        return w * x
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(intraop)
+        with many_cores(cores):
+            CALLS["dp_apply"](fn, slots)
+        after, fresh = torch.get_num_threads(), []
+        thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [share] * slots
+    assert (after, fresh) == (intraop, [intraop])
+
+
+def test_auto_uses_threads_for_functions_that_are_known_to_be_safe():
+    linear = torch.nn.Linear(1, 1, dtype=torch.float64)
+    apply, state = fdp.functional(linear)
+    threads = set()
+    linear.register_forward_hook(lambda *_: threads.add(threading.get_ident()) or time.sleep(0.02))
+
+    @fdp.thread_safe
+    def marked(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.get_ident())
+        time.sleep(0.02)
+        return w * x
+
+    def unmarked(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return marked(w, x)
+
+    class Callable_:
+        def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return marked(w, x)
+
+    used = {}
+    with many_cores():
+        for name, fn, params in (
+            ("apply", lambda: apply, state),
+            ("marked", lambda: marked, W),
+            ("unmarked", lambda: unmarked, W),
+            ("object", lambda: fdp.thread_safe(Callable_()), W),
+            ("bound", lambda: fdp.thread_safe(Callable_().__call__), W),
+        ):
+            threads.clear()
+            x = rows(4)[:, None] if name == "apply" else rows(4)
+            fdp.dp_apply(fn(), params, x, fdp.virtual_devices(4))
+            used[name] = len(threads) > 1
+        threads.clear()
+        torch.func.grad(lambda w: fdp.dp_apply(marked, w, rows(4), fdp.virtual_devices(4)).sum())(W)
+        used["marked, differentiated"] = len(threads) > 1
+    assert used == {
+        "apply": True,
+        "marked": True,
+        "unmarked": False,
+        "object": True,
+        "bound": True,
+        "marked, differentiated": False,
+    }
+
+
+def test_a_wrapper_is_not_marked():
+    apply, _ = fdp.functional(torch.nn.Linear(1, 1))
+
+    @functools.wraps(apply)
+    def logging(*args: Any) -> Any:
+        return apply(*args)
+
+    assert not is_marked(logging)
+    assert is_marked(apply)
+    assert is_marked(functools.partial(apply))
+    assert is_marked(torch.compile(apply, backend="eager"))
+
+
+def test_thread_safe_returns_the_function_itself():
+    def fn(x: int) -> int:
+        return x + 1
+
+    assert fdp.thread_safe(fn) is fn
+    assert fdp.thread_safe(abs)(-1) == 1
+    assert not hasattr(abs, "thread_safe")
+    with pytest.raises(TypeError, match="thread_safe: expected a function, got int"):
+        fdp.thread_safe(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_seeded_shards_do_not_run_side_by_side():
+    running = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        running.append(1)
+        assert len(running) == 1
+        out = torch.randn(3)
+        fdp.dp_apply(lambda w, x: torch.randn(2), w, rows(2), fdp.virtual_devices(2), executor="threads")
+        running.pop()
+        return out + torch.randn(3)
+
+    def call(executor: Any) -> torch.Tensor:
+        return fdp.dp_apply(fn, W, rows(4), fdp.virtual_devices(4), executor=executor, seed=3)
+
+    with many_cores():
+        first = call("threads")
+        for _ in range(10):
+            torch.testing.assert_close(call("threads"), first, rtol=0, atol=0)
+    torch.testing.assert_close(call("sequential"), first, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- calls in calls
+
+
+@pytest.mark.parametrize("outer", ["sequential", "threads"])
+@pytest.mark.parametrize("inner", ["sequential", "threads"])
+@pytest.mark.parametrize("cores", [2, 4])
+def test_nested_calls(outer: Any, inner: Any, cores: int):
+    def deep(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def middle(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(3), executor=outer)
+
+        return fdp.dp_apply(middle, w, x, fdp.virtual_devices(3), executor=inner)
+
+    with many_cores(cores):
+        for _ in range(20):
+            out = fdp.dp_apply(deep, W, rows(30), fdp.virtual_devices(3), executor=outer)
+            assert torch.equal(out, W * rows(30))
+    assert _workers._POOL.lanes == {}
+
+
+def test_calls_from_many_threads_at_once():
+    apply, (params, _) = fdp.functional(torch.nn.Linear(3, 2, dtype=torch.float64))
+    x, wrong = torch.randn(7, 3, dtype=torch.float64), []
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply((p, {}), x)[0].square().mean()
+
+    both = fdp.value_and_grad(loss, devices=fdp.virtual_devices(3), executor="threads")
+
+    def caller(i: int) -> None:
+        own = {name: tensor + i for name, tensor in params.items()}
+        want = torch.func.grad_and_value(loss)(own, x)[::-1]
+        for _ in range(60):
+            got = both(own, x)
+            try:
+                assert_close_tree(got, want)
+            except AssertionError as error:
+                wrong.append(error)
+
+    with many_cores():
+        threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_shard_that_a_worker_has_just_taken_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    class Slow(deque[Any]):
+        def popleft(self) -> Any:
+            job = super().popleft()
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.05)
+            return job
+
+    monkeypatch.setattr("fdp._threads.deque", Slow)
+    with many_cores():
+        for _ in range(3):
+            assert torch.equal(CALLS["dp_apply"](torch.mul, 4), W * rows(4))
+
+
+# ---------------------------------------------------------------- failures
+
+
+class TwoArguments(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+
+
+@each_call
+def test_failures_of_all_shards_arrive(call: Callable[..., Any]):
+    error, ended = TwoArguments(1, 2), []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if x[0] == 2:
+            raise error
+        if x[0] == 3:
+            raise KeyError("another")
+        time.sleep(0.05)
+        ended.append(int(x[0]))
+        return w * x
+
+    with many_cores(), pytest.raises(TwoArguments, match="1, 2") as caught:
+        call(fn, 4)
+    assert caught.value is error
+    assert error.__notes__ == [
+        "in shard 2 of 4, rows 2:3, on cpu",
+        "also in shard 3 of 4, rows 3:4, on cpu: KeyError: 'another'",
+    ]
+    assert sorted(ended) == [0, 1]
+    with many_cores():
+        call(torch.mul, 4)
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class NoNotes(Exception):
+    def add_note(self, note: str, /) -> None:
+        raise TypeError("no notes")
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_exceptions_that_resist_notes_arrive(executor: Any):
+    errors: list[Exception] = [NoNotes("first"), NoText("second")]
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        raise errors[int(x[0])]
+
+    with pytest.raises(NoNotes, match="first"):
+        fdp.dp_apply(fn, W, rows(2), fdp.virtual_devices(2), executor=executor)
+    errors.reverse()
+    with pytest.raises(NoText) as caught:  # noqa: PT011, it has no text
+        fdp.dp_apply(fn, W, rows(2), fdp.virtual_devices(2), executor=executor)
+    assert caught.value.__notes__ == [
+        "in shard 0 of 2, rows 0:1, on cpu",
+        "also in shard 1 of 2, rows 1:2, on cpu: NoNotes: first",
+    ]
+
+
+@each_call
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("slot", range(4))
+def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[BaseException], slot: int):
+    error = kind("now")
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if x[0] == slot:
+            raise error
+        return w * x
+
+    with many_cores(2):
+        with pytest.raises(kind, match="now") as caught:
+            call(fn, 4)
+        assert caught.value is error
+        assert not hasattr(error, "__notes__")
+        call(torch.mul, 4)
+    assert _workers._POOL.lanes == {}
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
+def test_an_interrupt_leaves_nothing(delay: float):
+    started, go, ended = threading.Event(), threading.Event(), []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            started.set()
+            assert go.wait(30)
+        else:
+            assert started.wait(30)
+            time.sleep(delay)
+            threading.Timer(0.05, go.set).start()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(delay)
+        ended.append(1)
+        return w * x
+
+    with many_cores(2):
+        before = threading.active_count()
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            CALLS["dp_apply"](fn, 6)
+        assert len(ended) <= 2  # the shard of the worker was waited for, and no other began
+        assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
+    assert threading.active_count() <= before + 1
+    assert _workers._POOL.lanes == {}
+
+
+def test_interrupts_at_any_moment():
+    result = run_python(
+        """
+        import _thread, random, signal
+        import fdp._threads
+        from fdp import _workers
+        fdp._threads.cores = lambda: 3
+        w, x = torch.tensor(2.0), torch.arange(12.0)
+        armed, over = False, False
+        def handler(*_):
+            global armed
+            if armed:
+                armed = False
+                raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handler)
+        def disturb():
+            rng = random.Random(0)
+            while not over:
+                time.sleep(rng.random() * 0.004)
+                _thread.interrupt_main()
+        def call():
+            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(6), executor="threads")
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        wrong = interrupted = done = 0
+        end = time.monotonic() + 6
+        while time.monotonic() < end:
+            try:
+                armed = True
+                wrong += not torch.equal(call(), w * x)
+                done += 1
+            except KeyboardInterrupt:
+                interrupted += 1
+        armed, over = False, True
+        disturber.join()
+        call()
+        print(wrong, interrupted > 50, done > 50, _workers._POOL.lanes, threading.active_count())
+        """
+    )
+    assert result.stdout.split("\n")[0] == "0 True True {} 3", result.stderr
+
+
+@each_call
+def test_nothing_is_kept(call: Callable[..., Any]):
+    class Value:
+        pass
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        refs.append(weakref.ref(x))
+        out = w * x
+        refs.append(weakref.ref(out))
+        if len(refs) > 40:
+            raise ValueError("enough")
+        return out
+
+    refs: list[weakref.ref[torch.Tensor]] = []
+    gc.disable()
+    try:
+        with many_cores():
+            for _ in range(5):
+                call(fn, 4)
+                assert [ref() for ref in refs if ref() is not None] == []
+            with contextlib.suppress(ValueError):
+                call(fn, 4)
+            assert [ref() for ref in refs if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_in_a_forked_child():
+    result = run_python(
+        """
+        import fdp._threads as t
+        t.cores = lambda: 3
+        torch.set_num_threads(1)
+        w, x = torch.tensor(2.0), torch.arange(6.0)
+        def call(fn=torch.mul):
+            return torch.equal(fdp.dp_apply(fn, w, x, fdp.virtual_devices(3), executor="threads"), w * x)
+        def forking(w, x):
+            if x[0] == 0:
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0 if call() else 1)
+                assert os.waitpid(pid, 0)[1] == 0
+            return w * x
+        assert call() and call(forking)
+        pid = os.fork()
+        if pid == 0:
+            ok = call() and call()
+            torch.func.jvp(torch.sin, (x,), (x,))
+            os._exit(0 if ok else 1)
+        print(os.waitpid(pid, 0)[1], call())
+        """
+    )
+    assert result.stdout.split("\n")[0] == "0 True", result.stderr
+
+
+def test_the_interpreter_ends():
+    result = run_python(
+        """
+        import atexit
+        w, x = torch.tensor(2.0), torch.arange(6.0)
+        def call():
+            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(3), executor="threads")
+        atexit.register(lambda: print(call().sum().item(), flush=True))
+        call()
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "30.0\n", "")
+
+
+def test_the_caller_does_it_alone_where_threads_cannot_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_workers, "_POOL", _workers._Pool())
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with many_cores():
+        assert torch.equal(CALLS["dp_apply"](torch.mul, 5), W * rows(5))
+
+
+# ---------------------------------------------------------------- contexts
+
+
+def test_each_slot_has_a_copy_of_the_callers_context():
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+    variable.set(5)
+    seen = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen.append(variable.get())
+        variable.set(variable.get() + 1)
+        return w * x
+
+    with many_cores():
+        CALLS["dp_apply"](fn, 7)
+    assert seen == [5] * 7
+    assert variable.get() == 5

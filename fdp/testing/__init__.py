@@ -1,0 +1,5 @@
+"""Helpers for testing data-parallel code, and for trying it without the hardware."""
+
+from fdp.testing._accelerator import install_virtual_accelerator as install_virtual_accelerator
+from fdp.testing._assertions import assert_data_parallel as assert_data_parallel
+from fdp.testing._faults import fail_slot as fail_slot

@@ -1,0 +1,130 @@
+"""The law of data parallelism, checked for a user's function on sample arguments."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fdp._call import check_function
+from fdp._typing import AUTO, Auto, Dims, Executor, Function, Reduction, Tree
+from fdp.testing._case import WHERE, Case, Loss, Run
+from fdp.testing._check import check, check_unwritten
+from fdp.testing._compare import Tolerance
+from fdp.testing._sample import Sample
+
+
+def assert_data_parallel(
+    fn: Function,
+    params: Tree,
+    inputs: Tree,
+    *,
+    kwargs: Mapping[str, Tree] | None = None,
+    in_dims: Dims = 0,
+    kwarg_dims: Dims = 0,
+    out_dims: Dims | Auto = AUTO,
+    has_aux: bool = False,
+    reduction: Reduction | None = None,
+    count: Function | None = None,
+    aux_dims: Dims = "mean",
+    slots: Sequence[int] = (1, 2, 3, 4),
+    weights: Sequence[float] | None = None,
+    executors: Sequence[Executor] = ("sequential", "threads"),
+    order: int = 1,
+    dtype: torch.dtype | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Assert, on sample arguments, that splitting a function's batch over slots changes neither values nor gradients.
+
+    For every `n` in `slots`, `dp_apply(fn, params, inputs, virtual_devices(n)) == fn(params, inputs)`, and for a loss
+    `value_and_grad(fn, devices=virtual_devices(n))(params, *inputs)` gives the value and gradients of one device.
+
+    >>> import torch
+    >>> from fdp.testing import assert_data_parallel
+    >>> w, x = torch.randn(3, 2), torch.randn(7, 3)
+    >>> assert_data_parallel(lambda w, x: (x @ w).softmax(1), w, x)
+    >>> assert_data_parallel(lambda w, x: (x @ w).softmax(0), w, x)
+    Traceback (most recent call last):
+    AssertionError: assert_data_parallel: out differs on 2 slots, executor 'sequential', from one call with all 7 rows:
+    it is ... Usual cause: rows that see each other: ...
+
+    `fn` is taken for a loss if its output is a 0-dim float and nothing says how to join it (neither `out_dims` nor
+    `fn.out_dims`), or if `has_aux`, `reduction` or `count` is given; else for a function to `dp_apply`. The gradients
+    of the latter are those of its outputs along random directions, the same in every run. Gradients are compared in
+    the floating-point leaves of `params` and of the inputs that are split along a dimension; those that a function to
+    `dp_apply` cannot be differentiated in, such as the running statistics of a BatchNorm, are left out.
+
+    All runs get copies of the tensors and arrays, and a write in place to them is found however it was made: through
+    `.data`, by numpy, to inference tensors. What `fn` reaches in other ways, such as a module that it closes over, is
+    not watched. torch's generators are left as they are. A batch shows what it can show: take a few rows more than
+    slots, which the slots do not divide, and different kinds of rows, such as some with padding.
+
+    Args:
+        fn: The function of one shard: row-wise, or a loss.
+        params, inputs, kwargs, in_dims, kwarg_dims, out_dims: As in `dp_apply`. Output leaves under `"stack"` and
+            `"list"` have no counterpart on one device and are not compared.
+        has_aux, reduction, count, aux_dims: As in `value_and_grad`; for losses.
+        slots: How many slots to try; one is always tried, first, and gives the values of `fn` bit by bit.
+        weights: Relative rows of the slots, as in `dp_apply`; of more than are tried at a time, the first count.
+        executors: Which executors to try.
+        order: 2 compares second derivatives too, as Hessian-vector products.
+        dtype: Convert floating-point arguments to this; `torch.float64` tells mistakes from rounding best, where
+            `fn` has no tensors of its own in another. By default they stay as they are.
+        rtol, atol: Tolerances, both or none. By default those of `torch.testing.assert_close` for the dtype of each
+            leaf; `atol` for numbers of magnitude 1, and in proportion to the largest in the leaf (if above 1), for
+            gradients in all leaves (if above 0.01). For half precision it is as large as `rtol`.
+
+    Raises:
+        AssertionError: Values or gradients differ, `fn` raises on several slots only, writes in place, or gives other
+            results when called again. The message names the first leaf that differs, and the usual cause as far as it
+            can be told by trying.
+        ValueError: Nothing is split, there are fewer than 2 rows, or options do not fit; what `dp_apply` and
+            `value_and_grad` raise on one slot.
+        TypeError: The same.
+    """
+    check_function(fn, WHERE)
+    tolerance = _checked(slots, weights, executors, order, dtype, rtol, atol)
+    sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, WHERE)
+    # All generators of the sample's device: a check must not change what the program draws afterwards.
+    index = [sample.device.index] if sample.device.type == "cuda" else []
+    with torch.random.fork_rng(index), torch.inference_mode(False), torch.enable_grad():
+        case = Case(fn, sample, None, out_dims, sample.places(), order, tolerance, weights)
+        plain = case.whole(())
+        check_unwritten(case, plain.arguments, "in one call on the whole batch")
+        if has_aux or reduction is not None or count is not None or _is_loss(plain, fn, out_dims):
+            if out_dims is not AUTO:
+                raise ValueError(f"{WHERE}: out_dims is for dp_apply; the value of a loss is joined by reduction")
+            case = case._replace(loss=Loss(reduction or "mean", count, has_aux, aux_dims))
+        case._replace(places=[]).split(1, executors[0])  # what is wrong with the call itself is raised here
+        case = case._replace(places=case.differentiable())
+        check(case, list(dict.fromkeys((1, *slots))), executors)
+
+
+def _is_loss(run: Run, fn: Function, out_dims: Dims | Auto) -> bool:
+    out = run.results[0][1]
+    joined = out_dims is not AUTO or getattr(fn, "out_dims", AUTO) is not AUTO
+    return not joined and isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point()
+
+
+def _checked(
+    slots: Sequence[int],
+    weights: Sequence[float] | None,
+    executors: Sequence[Executor],
+    order: int,
+    dtype: torch.dtype | None,
+    rtol: float | None,
+    atol: float | None,
+) -> Tolerance:
+    """The tolerance, and no options that make no sense."""
+    if isinstance(slots, int | str) or not slots or any(type(n) is not int or n < 1 for n in slots):
+        raise ValueError(f"{WHERE}: slots must be a sequence of positive numbers of slots, got {slots!r}")
+    if isinstance(executors, str) or not executors:
+        raise ValueError(f"{WHERE}: executors must be a sequence of executors, got {executors!r}")
+    if weights is not None and len(weights) < max(slots):
+        raise ValueError(f"{WHERE}: {len(weights)} weights for up to {max(slots)} slots; expected one a slot")
+    if order not in (1, 2):
+        raise ValueError(f"{WHERE}: order must be 1 or 2, got {order!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{WHERE}: dtype must be a real floating-point dtype, got {dtype!r}")
+    if (rtol is None) != (atol is None):
+        raise ValueError(f"{WHERE}: pass both rtol and atol, or none of them")
+    return Tolerance(rtol, atol)

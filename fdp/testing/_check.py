@@ -1,0 +1,82 @@
+"""A case checked: whole, whole again, then on slots; what is wrong is told."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from fdp._typing import Executor
+from fdp.testing._case import WHERE, Case, Run
+from fdp.testing._causes import cause_of, cause_of_error
+from fdp.testing._compare import Difference, StructureError
+from fdp.testing._sample import Arguments
+
+
+def check(case: Case, slots: Sequence[int], executors: Sequence[Executor]) -> None:
+    """Raise an AssertionError at the first run on slots that is not like the one call on the whole batch."""
+    whole = case.whole(case.places)
+    repeats = _check_repeats(case, whole)
+    for executor in executors:
+        for n in slots:
+            place = f"on {n} slot{'s' * (n > 1)}, executor {executor!r}"
+            with _told(case, whole, n, executor, place):
+                run = case.split(n, executor)
+            check_unwritten(case, run.arguments, place)
+            with _told(case, whole, n, executor, place):
+                found = case.values(whole, run, bitwise=n == 1 and repeats) or case.gradients(whole, run)
+            if found is not None:
+                _fail(case, whole, found, n, executor, place)
+
+
+def check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
+    """Raise if a run wrote to its arguments."""
+    if written := case.sample.written(arguments):
+        raise AssertionError(
+            f"{WHERE}: the function wrote in place to {', '.join(written)}, {place}. It must be pure: work on "
+            "x.clone(), or return the new value"
+        )
+
+
+def _check_repeats(case: Case, whole: Run) -> bool:
+    """Raise if a second call gives other results; whether they are the same bits."""
+    again = case.whole(case.places)
+    try:
+        found = case.values(whole, again, bitwise=False) or case.gradients(whole, again)
+        text = None if found is None else f"{found.leaf.path} differs"
+    except StructureError:
+        text = "the structure of the output differs"
+    if text is not None:
+        raise AssertionError(
+            f"{WHERE}: {text} between two calls with the same arguments, on one device. Usual cause: random numbers, "
+            "or state that the function keeps. Draw them outside and pass them as an input with a row for each of the "
+            "batch, or switch dropout off for this (module.eval()). seed= makes a run repeatable, but each slot draws "
+            "numbers of its own, which are not those of one device"
+        )
+    return case.values(whole, again, bitwise=True) is None
+
+
+@contextlib.contextmanager
+def _told(case: Case, whole: Run, n: int, executor: Executor, place: str) -> Iterator[None]:
+    """Turn what is raised on several slots only into an AssertionError."""
+    try:
+        yield
+    except StructureError as error:
+        raise AssertionError(
+            f"{WHERE}: {error}, {place}. Usual cause: a container with a part for each row: stack it to a tensor, or "
+            "give it the out_dim 'items'"
+        ) from None
+    except Exception as error:
+        if n == 1:  # misuse
+            raise
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise AssertionError(
+            f"{WHERE}: the function works on one slot, but {place}, there was a {type(error).__name__}: {error}"
+            f"{notes}. Usual cause: {cause_of_error(case, whole, error, n, executor)}"
+        ) from error
+
+
+def _fail(case: Case, whole: Run, found: Difference, n: int, executor: Executor, place: str) -> NoReturn:
+    others = f"; {len(found.others)} more too, from {found.others[0]} on" if found.others else ""
+    raise AssertionError(
+        f"{WHERE}: {found.leaf.path} differs {place}, from one call with all {case.sample.rows} rows: it {found.text}"
+        f"{others}. Usual cause: {cause_of(case, whole, found, n, executor)}"
+    )

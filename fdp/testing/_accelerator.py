@@ -1,0 +1,117 @@
+"""An accelerator made of the CPU, with as many devices as you like: to run code for several GPUs without one."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
+
+from fdp.testing import _virtual_device as virtual
+from fdp.testing._virtual_kernels import register
+
+_INSTALLING = threading.Lock()
+_kernels: list[torch.library.Library] = []
+
+
+def install_virtual_accelerator(count: int) -> None:
+    """Give this process an accelerator with devices `virtual:0`, `virtual:1`, ..., which compute on the CPU.
+
+    Code for several GPUs then runs without one, with real values: `torch.accelerator` finds the devices, tensors live
+    on one of them, and an operation that is given tensors of two is an error. Every device has a random generator of
+    its own, and every thread its current device. An operation is done when it returns, and a backward runs in the
+    thread that starts it: about speed, and about what happens in which order on a GPU, it says nothing.
+
+    It lasts until the process ends. For tests, let them have a process of their own::
+
+        import fdp, torch
+        from fdp.testing import install_virtual_accelerator
+
+        install_virtual_accelerator(4)
+        x = torch.arange(4.0, device="virtual:1")
+        fdp.available_devices()         # virtual:0 to virtual:3
+        fdp.scatter(x, None).shards     # a row on each of them
+        x + x.to("virtual:2")           # RuntimeError: expected all tensors to be on the same device
+
+    What torch does not let a backend in Python have is missing: sparse and quantized tensors, `torch.Generator` for a
+    virtual device (generators of the CPU are taken), streams that run side by side, storage that can be looked at,
+    `torch.load` with `map_location="virtual"` (load to the CPU, then move), and `torch.compile`.
+
+    Args:
+        count: Number of devices, at least 1.
+
+    Raises:
+        ValueError: `count` is not a positive int.
+        RuntimeError: There is an accelerator already: a real one, a backend that is not built in, or a virtual one with
+            another number of devices.
+    """
+    where = "install_virtual_accelerator"
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{where}: expected a positive number of devices, got {count!r}")
+    with _INSTALLING:
+        if _kernels:
+            if count == virtual.device_count():
+                return
+            raise RuntimeError(
+                f"{where}: installed with {virtual.device_count()} devices already, which a process cannot change; "
+                f"start another one for {count}"
+            )
+        name = torch._C._get_privateuse1_backend_name()
+        if name != "privateuseone":
+            raise RuntimeError(f"{where}: the backend {name!r} stands where the virtual accelerator would")
+        real = torch.accelerator.current_accelerator(check_available=True)
+        if real is not None:
+            raise RuntimeError(f"{where}: there is a real accelerator, {str(real)!r}; hide it from this process")
+        virtual.create(count)
+        backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
+        _kernels.extend(register())
+        _follow_current_device()
+        _run_backward_in_calling_thread()
+
+
+def _follow_current_device() -> None:
+    # torch keeps the current device in C++, where for a backend in Python it is always 0
+    # (PythonDeviceGuard in torch/csrc/acc/Module.cpp): what torch.accelerator calls is replaced.
+    core: Any = torch._C
+    core._accelerator_getDeviceIndex = virtual.current_device
+    core._accelerator_setDeviceIndex = virtual.exchange_device
+    core._accelerator_exchangeDevice = virtual.exchange_device
+    core._accelerator_maybeExchangeDevice = virtual.exchange_device
+    core._accelerator_getStream = virtual.current_stream
+    core._accelerator_synchronizeDevice = virtual.synchronize
+    # And what takes "virtual" for the current device before any kernel can see it.
+    _device_constructors()  # remembers the functions that `with torch.device(...)` is about, as they are now
+    for owner, function in ((torch.Tensor, "to"), (torch, "tensor"), (torch, "as_tensor")):
+        setattr(owner, function, _on_current_device(getattr(owner, function)))
+
+
+def _on_current_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def resolved(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _resolve(kwargs["device"])
+        return function(*map(_resolve, args), **kwargs)
+
+    return resolved
+
+
+def _resolve(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return virtual.resolve(value) if value.index is None else value
+    return virtual.resolve(value) if isinstance(value, str) and value == virtual.NAME else value
+
+
+def _run_backward_in_calling_thread() -> None:
+    # Autograd would hand over to a thread for each device, and of those it knows one (PythonDeviceGuard::deviceCount).
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def run_here(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(*args, **kwargs)
+
+    modules: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
+    for module in modules:
+        module._engine_run_backward = run_here

@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo test test-deep check check-format check-lint check-types check-layers bench format clean
+.PHONY: help .venv demo test test-deep check check-format check-lint check-types check-layers bench bench-peers soak format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,8 +33,9 @@ $(READY): pyproject.toml $(PINS)
 demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
 	$(BIN)/python examples/digits.py $(ARGS)
 
+# Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
 test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS); first=$$?; $(BIN)/python -m pytest tests/accelerator && exit $$first
 
 test-deep: $(READY)  ## property tests with many examples
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS)
@@ -54,8 +55,14 @@ check-types: $(READY)
 check-layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 
-bench: $(READY)  ## run every script in benchmarks/
-	@set -e; for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+bench: $(READY)  ## run the short scripts in benchmarks/
+	@set -e; for script in $(filter-out benchmarks/_% benchmarks/peers.py benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/benchmarks/ (ARGS="--quick", …)
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 format: $(READY)  ## format the code and mend what ruff can
 	$(BIN)/python -m ruff check --fix-only

@@ -24,15 +24,16 @@ def medians(contenders: Mapping[str, Callable[[], Any]], *, rounds: int, warmup:
 def peak_bytes(run: Callable[[], Any]) -> int:
     """Growth of resident memory at its highest while `run` runs and its result is alive. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = _status("VmRSS")
+    before = status("VmRSS")
     result = run()
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     del result
-    return peak - before
+    return (peak - before) * 1024
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """A number of /proc/self/status in its own unit: kB for memory. Linux only."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
     raise RuntimeError(f"/proc/self/status has no {field}")

@@ -1,0 +1,79 @@
+"""The picture of the comparison with peers: a panel for each model, a bar for each contender."""
+
+from pathlib import Path
+from typing import Any
+
+from _peers_report import COMPILED, DDP, JAX, LIMIT, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
+
+# Okabe and Ito's colours: told apart also by people who are colour-blind. fdp is blue, peers are not.
+COLOURS = {
+    PLAIN: "#7f7f7f",
+    DDP: "#E69F00",
+    JAX: "#CC79A7",
+    SEQUENTIAL: "#9ecae1",
+    THREADS: "#0072B2",
+    COMPILED: "#004c78",
+}
+INK, MUTED = "#222222", "#5f5f5f"
+
+
+def draw(found: dict[str, Any], out: Path) -> None:
+    """Write `peers.svg` and `peers.png`."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed; it is in the extra: pip install '.[demo]'")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "peers"}):
+        models = found["models"]
+        width = 2.6 + 2.35 * len(models)
+        figure, axes = pyplot.subplots(1, len(models), figsize=(width, 4.1), squeeze=False, layout="constrained")
+        names = [name for name in COLOURS if any(name in times for times in models.values())]
+        for axis, (model, times) in zip(axes[0], models.items(), strict=True):
+            _panel(axis, times, names)
+            axis.set_title(model, loc="left", color=INK, fontweight="bold", fontsize=11)
+        for axis in axes[0][1:]:
+            axis.set_yticklabels([])
+        figure.suptitle("Forward and backward, milliseconds: shorter is faster", x=0.01, ha="left", color=INK)
+        figure.supxlabel(_caption(found), x=0.01, ha="left", fontsize=8.5, color=MUTED)
+        figure.savefig(out / "peers.svg", metadata={"Date": None})
+        figure.savefig(out / "peers.png", dpi=160)
+        pyplot.close(figure)
+
+
+def _panel(axis: Any, times: Times, names: list[str]) -> None:
+    longest = 0.0
+    for row, name in enumerate(names):
+        if name not in times:
+            axis.text(0, row, " not measured", va="center", color=MUTED, fontsize=9)
+            continue
+        low, middle, high = (1e3 * value for value in quartiles(times[name]))
+        axis.barh(row, middle, height=0.66, color=COLOURS[name])
+        axis.plot([low, high], [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
+        on_white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        at, text = (max(middle, high), row), f"{middle:.3g}"
+        axis.annotate(text, at, (4, 0), textcoords="offset points", va="center", color=INK, bbox=on_white, zorder=4)
+        longest = max(longest, high)
+    if LIMIT in times:
+        limit = 1e3 * quartiles(times[LIMIT])[1]
+        axis.axvline(limit, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=3)
+        longest = max(longest, limit)
+    axis.set_xlim(0, longest * 1.3)  # room for the numbers
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.tick_params(left=False, colors=INK)
+    axis.locator_params(axis="x", nbins=4)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _caption(found: dict[str, Any]) -> str:
+    machine, versions = found["machine"], found["versions"]
+    with_jax = f", JAX {versions['jax']}" if versions["jax"] else ""
+    return (
+        f"Medians of {found['rounds']} interleaved rounds; thin lines: quartiles; dashed line: one shard alone, "
+        f"which {found['slots']} slots of uncompiled torch cannot beat.\n"
+        f"{machine['cores']} cores of {machine['processor']}, torch {versions['torch']}{with_jax}, {found['date'][:10]}"
+    )

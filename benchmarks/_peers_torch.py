@@ -1,0 +1,103 @@
+"""The contenders that are torch: plain, fdp and DistributedDataParallel. Each runs in a process of its own."""
+
+import datetime
+import os
+import shutil
+from typing import Any
+
+import torch
+from _peers_models import Figures, build, loss_and_gradients
+from _peers_process import Case, Job, Unavailable
+from torch.nn import functional as F
+
+import fdp
+
+# A rank whose partner has failed gives up after this.
+GLOO_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+def plain(job: Job, name: str) -> Case:
+    """The whole batch, all cores."""
+    return _module_case(name, parts=1)
+
+
+def one_shard(job: Job, name: str) -> Case:
+    """The share of one slot, with the cores of one slot and nothing beside it."""
+    return _module_case(name, parts=job.slots)
+
+
+def _module_case(name: str, parts: int) -> Case:
+    model, x, y = build(name)
+    x, y = x.tensor_split(parts)[0].clone(), y.tensor_split(parts)[0].clone()
+    names = [name for name, _ in model.named_parameters()]
+
+    def read(out: tuple[torch.Tensor, list[torch.Tensor]]) -> Figures:
+        return out[0].item(), dict(zip(names, out[1], strict=True))
+
+    return Case(lambda: loss_and_gradients(model, x, y), read)
+
+
+def fdp_sequential(job: Job, name: str) -> Case:
+    return _fdp_case(job, name, "sequential", compiled=False)
+
+
+def fdp_threads(job: Job, name: str) -> Case:
+    return _fdp_case(job, name, "threads", compiled=False)
+
+
+def fdp_compiled(job: Job, name: str) -> Case:
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        raise Unavailable("no C++ compiler for torch.compile")
+    torch.compiler.reset()
+    return _fdp_case(job, name, "threads", compiled=True)
+
+
+def _fdp_case(job: Job, name: str, executor: Any, *, compiled: bool) -> Case:
+    model, x, y = build(name)
+    step, args = fdp_step(model, job.slots, executor, compiled=compiled)
+    return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
+
+
+def fdp_step(model: torch.nn.Module, slots: int, executor: Any, *, compiled: bool = False) -> tuple[Any, Any]:
+    """What a user of fdp writes: a function of `(params, buffers, x, y)`, and the first two of its arguments."""
+    apply, state = fdp.functional(model)
+
+    def loss(params: Any, buffers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out, _ = apply((params, buffers), x)
+        return F.cross_entropy(out, y)
+
+    fn = fdp.thread_safe(torch.compile(loss) if compiled else loss)
+    devices = fdp.virtual_devices(slots)
+    return fdp.value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
+
+
+def ddp(job: Job, name: str) -> Case:
+    """One rank of DistributedDataParallel over gloo, at its best: gradients are views of its buckets.
+
+    Running statistics are not broadcast, since the others do not keep them in step either.
+    """
+    from torch import distributed as dist
+
+    if not dist.is_gloo_available():
+        raise Unavailable("this torch has no gloo")
+    if not dist.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        url = f"file://{job.rendezvous}"  # a TCP store would listen on all interfaces
+        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.slots, timeout=GLOO_TIMEOUT)
+    model, x, y = build(name)
+    x, y = x.tensor_split(job.slots)[job.rank].clone(), y.tensor_split(job.slots)[job.rank].clone()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+    def step() -> torch.Tensor:
+        wrapped.zero_grad()
+        loss = F.cross_entropy(wrapped(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def read(loss: torch.Tensor) -> Figures:
+        mean = loss.clone()
+        dist.all_reduce(mean)  # outside of what is timed: users of DDP do not average the loss at each step
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return mean.item() / job.slots, grads
+
+    return Case(step, read)

@@ -72,10 +72,12 @@ def is_ours(held: list[torch.Tensor]) -> bool:
 
     A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
     """
-    tensor = held[0]
-    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.requires_grad:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if is_functorch_wrapped_tensor(tensor) or tensor.is_inference() or tensor.layout is not torch.strided:
+    tensor = held[0]
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    if tensor.is_inference() or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
     if tensor.nbytes < _LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():

@@ -149,3 +149,20 @@ def test_what_is_ours():
     assert not is_ours([torch.nn.Parameter(matrix(), requires_grad=False)])
     base = matrix()
     assert not is_ours([base.t()])
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_under_transforms_nothing_is_written_to(executor: Any):
+    scales = torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+    def call(scale: Tensor) -> Any:
+        # Of the two gradients only the second one is batched.
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            return square(w, x) * (scale if len(x) == 4 else 1)
+
+        return fdp.grad(loss, devices=fdp.virtual_devices(2), executor=executor)(w, X)
+
+    w = matrix()
+    want = torch.stack([call(scale) for scale in scales])
+    torch.testing.assert_close(torch.func.vmap(call)(scales), want)
+    torch.testing.assert_close(torch.func.jacrev(call)(scales[0]), want[1] - want[0])

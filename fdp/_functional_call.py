@@ -165,7 +165,7 @@ def forget(modules: frozenset[int]) -> None:
         for module in modules:
             _POOLS.pop(module, None)
     if parametrize._cache:
-        for key in [key for key in parametrize._cache if key[0] in modules]:
+        for key in [key for key in list(parametrize._cache) if key[0] in modules]:
             parametrize._cache.pop(key, None)
 
 

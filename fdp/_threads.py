@@ -102,31 +102,19 @@ class _Lanes:
 
     def run(self, take: Callable[[int, Any], None]) -> None:
         """The caller's part."""
-        while self.todo:
-            try:
-                job = self.todo.popleft()
-            except IndexError:  # a worker was faster
-                return
-            self._run(job)
+        while self._run_next():
             self._hand_on(take)
 
     def help(self) -> None:
         """A worker's part. Late ones find nothing to do, and nothing to keep."""
-        while True:
+        found = True
+        while found:
             with self._lock:
                 self._running += 1  # before a shard is taken: the caller waits for all that it finds gone
-            try:
-                job = self.todo.popleft()
-            except IndexError:
-                job = None
-            else:
-                self._run(job, self._state)
-            last, job = job is None, None
+            found = self._run_next(self._state)
             with self._lock:
                 self._running -= 1
             self._ended.put(None)
-            if last:
-                return
 
     def wait(self, take: Callable[[int, Any], None]) -> None:
         """Until all shards have ended."""
@@ -166,10 +154,18 @@ class _Lanes:
             found.append((self._slots[index], error))
         return found
 
+    def _run_next(self, state: ThreadState | None = None) -> bool:
+        try:
+            job = self.todo.popleft()
+        except IndexError:
+            return False
+        self._run(job, state)
+        return True
+
     def _run(self, job: _Job, state: ThreadState | None = None) -> None:
         try:
             with nullcontext() if state is None else self._as_caller(state):
-                self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
+                self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context.copy())
         except NotSideBySide:
             self.again.append(job)
             return

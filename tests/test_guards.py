@@ -1,6 +1,7 @@
 """What torch keeps for the whole process, used from shards that run side by side."""
 
 import contextlib
+import contextvars
 import functools
 import os
 import subprocess
@@ -467,6 +468,20 @@ def test_functions_that_had_to_run_again_run_in_order_from_then_on():
     used.clear()
     threads(fn, X[0], X)
     assert used == [threading.get_ident()] * 4
+
+
+def test_shards_that_run_again_have_the_callers_context():
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    seen = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen.append(variable.get())
+        variable.set(1)
+        torch.get_rng_state()
+        return x
+
+    threads(fn, X[0], X)
+    assert seen == [0] * 8
 
 
 def test_functions_with_effects_are_not_run_again():

@@ -80,42 +80,38 @@ def test_no_thread_is_started_where_there_are_enough(call: Callable[..., Any], m
     assert threading.active_count() == before
 
 
+class Crowd:
+    """A function that knows how many of its calls run at most at once."""
+
+    def __init__(self) -> None:
+        self.lock, self.running, self.most = threading.Lock(), 0, 0
+
+    def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.02)
+        with self.lock:
+            self.running -= 1
+        return w * x
+
+
 @pytest.mark.parametrize("cores", [1, 2, 3, 8])
 @pytest.mark.parametrize("slots", [2, 3, 7])
 def test_no_more_shards_run_than_there_are_cores(cores: int, slots: int):
-    lock, running, most = threading.Lock(), [0], [0]
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        time.sleep(0.02)
-        with lock:
-            running[0] -= 1
-        return w * x
-
+    crowd = Crowd()
     with many_cores(cores):
-        CALLS["dp_apply"](fn, slots)
-    assert most[0] == min(cores, slots)
+        CALLS["dp_apply"](crowd, slots)
+    assert crowd.most == min(cores, slots)
 
 
 def test_callers_share_the_cores():
-    lock, running, most = threading.Lock(), [0], [0]
-    started = threading.Barrier(4)
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        time.sleep(0.005)
-        with lock:
-            running[0] -= 1
-        return w * x
+    crowd, started = Crowd(), threading.Barrier(4)
 
     def caller() -> None:
         started.wait(30)
         for _ in range(10):
-            CALLS["dp_apply"](fn, 4)
+            CALLS["dp_apply"](crowd, 4)
 
     with many_cores(4):
         callers = [threading.Thread(target=caller) for _ in range(4)]
@@ -124,7 +120,7 @@ def test_callers_share_the_cores():
         for thread in callers:
             thread.join()
         # A caller that comes while others have all the cores runs its shards itself: it is one thread anyway.
-        assert most[0] <= 4 + 3
+        assert crowd.most <= 4 + 3
     assert _workers._POOL.lanes == {}
 
 

@@ -173,7 +173,7 @@ def parallel_apply(
     shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
     tasks = [functools.partial(fn, *s[: len(args)], **dict(zip(keywords, s[len(args) :], strict=True))) for s in shards]
     places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name)
-    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn, pure=False))), slots)
+    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn))), slots)
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -32,12 +32,25 @@ class Slot:
 _SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
 ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
 ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
-SIDE_BY_SIDE = contextvars.ContextVar("fdp_side_by_side", default=False)  # other threads run shards of this call
 IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here may not use threads: a lock is held
 
 
-class NotSideBySide(BaseException):
-    """Raised in a shard that must not run beside others: it runs again, alone. No Exception, lest users catch it."""
+class Beside(Protocol):
+    """The place of a shard beside others of its call that other threads run."""
+
+    def alone(self) -> None:
+        """Wait until no other shard runs, and let none begin before this one ends."""
+        ...
+
+
+SIDE_BY_SIDE: "contextvars.ContextVar[Beside | None]" = contextvars.ContextVar("fdp_side_by_side", default=None)
+
+
+def be_alone() -> None:
+    """Called in front of what only one thread can use."""
+    beside = SIDE_BY_SIDE.get()
+    if beside is not None:
+        beside.alone()
 
 
 def current_slot() -> Slot | None:
@@ -136,8 +149,7 @@ def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
     if seed is None:
         yield
         return
-    if SIDE_BY_SIDE.get():
-        raise NotSideBySide
+    be_alone()
     generators = [torch.default_generator]
     if slot.device.type not in ("cpu", "meta"):
         generators.append(torch.get_device_module(slot.device).default_generators[slot.device.index])

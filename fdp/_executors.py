@@ -23,12 +23,11 @@ Take = Callable[[int, Any], None]
 
 
 class Mode(NamedTuple):
-    """How the shards of a call run; `fn` is the user's function, which is `pure` if it may be run again."""
+    """How the shards of a call run; `fn` is the user's function."""
 
     executor: Executor
     seed: int | None
     fn: Function | None
-    pure: bool = True
 
 
 def thread_safe(fn: Function) -> Function:
@@ -93,7 +92,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             take(i, run_in_slot(slot, mode.seed, task))
         return
     if _may_use_threads(mode, len(tasks)):
-        failures = run_side_by_side(tasks, slots, mode.fn, mode.pure, take)
+        failures = run_side_by_side(tasks, slots, mode.fn, take)
     else:
         failures = _run_in_order(tasks, slots, mode.seed, take)
     if failures:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fdp._context import EXCLUSIVE, IN_ORDER, SIDE_BY_SIDE, NotSideBySide
+from fdp._context import EXCLUSIVE, IN_ORDER, be_alone
 from fdp._skeleton import Skeleton
 from fdp._untraced import leave_alone
 
@@ -64,14 +64,14 @@ def functional_call(
         return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
-    skeleton = take(_pool_of(module), module)
+    skeleton = take(pool_of(module), module)
     if not skeleton.trusted or _has_any_global_hook() or torch._C._get_tracing_state():
         with in_place():
             try:
                 return call_in_place(module, given, args, kwargs, **options)
             finally:
                 forget(skeleton.original_ids)
-                _keep(skeleton, module)
+                keep(skeleton, module)
     held = False
     try:
         if tie_weights and skeleton.takes(given, strict):
@@ -83,7 +83,7 @@ def functional_call(
     finally:
         skeleton.write_back(module, given)
         if not held:
-            _keep(clear(skeleton), module)
+            keep(clear(skeleton), module)
 
 
 def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -127,8 +127,7 @@ def take(pool: list[Skeleton], module: nn.Module) -> Skeleton:
     """A skeleton of the module as it is now, for this call alone."""
     skeleton = _reusable(pool, module) or Skeleton(module)
     if parametrize._cache_enabled:
-        if SIDE_BY_SIDE.get():  # what `parametrize.cached()` keeps is one for all threads
-            raise NotSideBySide
+        be_alone()  # what `parametrize.cached()` keeps is one for all threads
         forget(skeleton.ids | skeleton.original_ids)
     return skeleton
 
@@ -169,7 +168,7 @@ def forget(modules: frozenset[int]) -> None:
             parametrize._cache.pop(key, None)
 
 
-def _pool_of(module: nn.Module) -> list[Skeleton]:
+def pool_of(module: nn.Module) -> list[Skeleton]:
     """The skeletons of functional_call, which go when the module goes."""
     key = id(module)
     entry = _POOLS.get(key)
@@ -178,9 +177,9 @@ def _pool_of(module: nn.Module) -> list[Skeleton]:
     return entry[1]
 
 
-def _keep(skeleton: Skeleton, module: nn.Module) -> None:
+def keep(skeleton: Skeleton, module: nn.Module) -> None:
     if not skeleton.cyclic:
-        _pool_of(module).append(skeleton)
+        pool_of(module).append(skeleton)
 
 
 def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:
@@ -202,4 +201,4 @@ def kind(value: object) -> str:
     return f"the class {value.__name__}; make an instance" if isinstance(value, type) else type(value).__name__
 
 
-leave_alone(globals(), ["_call_clone", "call_in_place", "take", "_reusable", "is_held", "clear", "forget", "_keep"])
+leave_alone(globals(), ["_call_clone", "call_in_place", "take", "_reusable", "is_held", "clear", "forget", "keep"])

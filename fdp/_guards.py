@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.jit import _builtins
 from torch.nn.utils import stateless
 
-from fdp._context import EXCLUSIVE, SIDE_BY_SIDE, NotSideBySide
+from fdp._context import EXCLUSIVE, SIDE_BY_SIDE, be_alone
 from fdp._functional_call import functional_call
 
 _INSTALLING = threading.Lock()
@@ -61,23 +61,23 @@ def _guard_functional_call() -> None:
 
 
 def _guard_random_state(name: str) -> None:
-    """Have shards that look at the state of torch's generator, which others draw from meanwhile, run alone.
+    """Have shards that look at the state of torch's generator, from which others draw meanwhile, go on alone.
 
     Activation checkpointing does: else dropout in it would draw another mask when it recomputes.
     """
     guards: dict[Any, Any] = {}  # the two are one function until the compiler is imported
     for owner in (torch.random, torch):
         theirs = getattr(owner, name)
-        setattr(owner, name, guards.setdefault(theirs, _beside_no_other(theirs)))
+        setattr(owner, name, guards.setdefault(theirs, _alone(theirs)))
     if name == "manual_seed" and _builtins._builtin_table is not None:  # else it will be filled with what is there now
         _builtins._register_builtin(torch.manual_seed, "aten::manual_seed")
 
 
-def _beside_no_other(function: Callable[..., Any]) -> Callable[..., Any]:
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and SIDE_BY_SIDE.get():
-            raise NotSideBySide
+        if not torch.compiler.is_compiling():
+            be_alone()
         return function(*args, **kwargs)
 
     return guarded

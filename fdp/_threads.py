@@ -10,17 +10,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from fdp._context import SIDE_BY_SIDE, NotSideBySide, Slot, run_in_slot
+from fdp._context import SIDE_BY_SIDE, Beside, Slot, run_in_slot
 from fdp._guards import install
 from fdp._known import compilations, is_cold, may_compile, note, remember_order
 from fdp._state import ThreadState
 from fdp._workers import cores, helpers, post
-
-_NOT_AGAIN = (
-    "parallel_apply: shards ran side by side, and one of them used what only one thread can: torch's random state (by "
-    "torch.manual_seed, get_rng_state, seed= or activation checkpointing), or parametrize.cached(). Pass "
-    "executor='sequential'; preserve_rng_state=False lets a checkpoint without random numbers run in threads"
-)
 
 
 class _Job(NamedTuple):
@@ -31,13 +25,13 @@ class _Job(NamedTuple):
 
 
 def run_side_by_side(
-    tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], fn: Any, pure: bool, take: Callable[[int, Any], None]
+    tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], fn: Any, take: Callable[[int, Any], None]
 ) -> list[tuple[Slot, Exception]]:
     """Run one task a slot, and let `take` have the results in order; return the failures.
 
     CPU shards share the cores: no more of them run than there are cores, and the threads inside operations are
-    divided. Shards that turn out not to fit beside others run again, if `fn` is `pure`. What is not an `Exception`
-    stops the others before they begin and is raised.
+    divided. A shard that turns out not to fit beside others goes on alone, and next time `fn` runs in order. What is
+    not an `Exception` stops the others before they begin and is raised.
     """
     install()
     on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)
@@ -54,17 +48,82 @@ def run_side_by_side(
                 lanes.run(take)
                 # Sums of gradients too: OpenMP's own threads would go on spinning on cores that the next call needs.
                 lanes.wait(take)
-            if lanes.again and pure:
+            if lanes.company.was_left:
                 remember_order(fn)
-                lanes.run_again(take)
             if compilations() != before:
                 note(fn, slots[0], compiled=True)
-            failures = lanes.failures()
-            if lanes.again and not failures:
-                raise RuntimeError(_NOT_AGAIN)
-            return failures
+            return lanes.failures()
         finally:
             lanes.settle()
+
+
+class _Place(NamedTuple):
+    """That of a shard in its company, and of the shard around the call in another."""
+
+    company: "_Company"
+    number: int
+    around: Beside | None
+
+    def alone(self) -> None:
+        self.company.leave(self.number)
+        if self.around is not None:
+            self.around.alone()
+
+
+@final
+class _Company:
+    """The shards of a call that run at the same time, until one has to be alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: set[int] = set()
+        self._waiting: set[int] = set()
+        self._alone: int | None = None
+        self.was_left = False
+
+    def context(self, number: int) -> contextvars.Context:
+        """The caller's context for a shard."""
+        context = contextvars.copy_context()
+        context.run(lambda: SIDE_BY_SIDE.set(_Place(self, number, SIDE_BY_SIDE.get())))
+        return context
+
+    @contextmanager
+    def joined(self, number: int) -> Iterator[None]:
+        """Held while a shard runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._alone is None)
+            self._running.add(number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running.discard(number)
+                if self._alone == number:
+                    self._alone = None
+                self._changed.notify_all()
+
+    def leave(self, number: int) -> None:
+        """Called by a shard that runs: the others end, or leave too and wait for their turn; none begins meanwhile."""
+        with self._changed:
+            if number not in self._running:  # it is alone, or a thread that it has started comes late
+                self._changed.wait_for(lambda: number not in self._waiting)
+                return
+            self.was_left = True
+            self._waiting.add(number)
+            self._running.discard(number)
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._may_go_on(number))
+                self._alone = number
+            except BaseException:  # an interrupt
+                self._running.add(number)
+                raise
+            finally:
+                self._waiting.discard(number)
+                self._changed.notify_all()
+
+    def _may_go_on(self, number: int) -> bool:
+        return not self._running and self._alone is None and number == min(self._waiting)
 
 
 @final
@@ -72,9 +131,8 @@ class _Lanes:
     """The shards of a call, and what has become of them."""
 
     def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], threads: int) -> None:
-        token = SIDE_BY_SIDE.set(True)
-        self.todo = deque(_Job(i, slots[i], task, contextvars.copy_context()) for i, task in enumerate(tasks))
-        SIDE_BY_SIDE.reset(token)
+        self.company = _Company()
+        self.todo = deque(_Job(i, slots[i], task, self.company.context(i)) for i, task in enumerate(tasks))
         self._slots, self._threads = slots, threads
         self._state = ThreadState.of_caller([slot.device for slot in slots])
         self._lock = threading.Lock()
@@ -83,7 +141,6 @@ class _Lanes:
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
         self._errors: dict[int, BaseException] = {}
-        self.again: list[_Job] = []
         self._taken = 0
 
     def lead(self, take: Callable[[int, Any], None], fn: Any) -> None:
@@ -122,15 +179,7 @@ class _Lanes:
             self._ended.get()
             self._hand_on(take)
         self._hand_on(take)
-        assert self._errors or self.again or self._taken == len(self._done)
-
-    def run_again(self, take: Callable[[int, Any], None]) -> None:
-        """Those that must not run beside others, now that no other runs."""
-        for job in sorted(self.again, key=lambda job: job.number):
-            job.context.run(SIDE_BY_SIDE.set, False)
-            self._run(job)
-        self.again.clear()
-        self._hand_on(take)
+        assert self._errors or self._taken == len(self._done)
 
     def settle(self) -> None:
         """Begin no other shard, wait for those that run, and let go of everything."""
@@ -138,7 +187,6 @@ class _Lanes:
             self.todo.clear()
         while self._running:
             self._ended.get()
-        self.again.clear()
         self._results.clear()
         self._errors.clear()
 
@@ -164,11 +212,8 @@ class _Lanes:
 
     def _run(self, job: _Job, state: ThreadState | None = None) -> None:
         try:
-            with nullcontext() if state is None else self._as_caller(state):
-                self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context.copy())
-        except NotSideBySide:
-            self.again.append(job)
-            return
+            with nullcontext() if state is None else self._as_caller(state), self.company.joined(job.number):
+                self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
         except BaseException as error:
             self._errors[job.number] = error
             if not isinstance(error, Exception):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fdp
 from fdp import _guards
+from tests.helpers import side_by_side
 
 X = torch.randn(8, 3, dtype=torch.float64)
 
@@ -470,32 +472,76 @@ def test_functions_that_had_to_run_again_run_in_order_from_then_on():
     assert used == [threading.get_ident()] * 4
 
 
-def test_shards_that_run_again_have_the_callers_context():
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-    seen = []
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        seen.append(variable.get())
-        variable.set(1)
-        torch.get_rng_state()
-        return x
-
-    threads(fn, X[0], X)
-    assert seen == [0] * 8
-
-
-def test_functions_with_effects_are_not_run_again():
-    state = fdp.replicate(torch.zeros(3), fdp.virtual_devices(4))
+@pytest.mark.parametrize("look", [lambda: torch.get_rng_state(), lambda: torch.manual_seed(0)], ids=["get", "seed"])
+def test_a_shard_that_looks_at_the_random_state_goes_on_alone(look: Callable[[], Any]):
+    """What it did before, with effects or without, it has done once."""
+    lock, state, inside, most = threading.Lock(), fdp.replicate(torch.zeros(3), fdp.virtual_devices(4)), 0, 0
 
     def step(state: torch.Tensor) -> torch.Tensor:
+        nonlocal inside, most
         state.add_(1)
-        torch.manual_seed(0)
+        look()
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.01)
+        with lock:
+            inside -= 1
         return state
 
-    with pytest.raises(RuntimeError, match=r"parallel_apply: shards ran side by side, .* Pass executor='sequential'"):
-        fdp.parallel_apply(step, state, executor="threads")
-    assert all(int(shard[0]) == 1 for shard in state.shards)
-    fdp.parallel_apply(step, state, executor="sequential")
+    with side_by_side(4):
+        for _ in range(2):  # then one after the other from the beginning
+            fdp.parallel_apply(step, state, executor="threads")
+    assert most == 1
+    assert all(shard.tolist() == [2, 2, 2] for shard in state.shards)
+
+
+def test_shards_that_look_and_shards_that_do_not():
+    """Those that begin later wait, those that have begun end first."""
+    running, seen, lock = set[int](), [], threading.Lock()
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        number = int(x[0, 0])
+        with lock:
+            running.add(number)
+        time.sleep(0.002)
+        if number % 3 == 1:
+            torch.get_rng_state()
+            with lock:
+                seen.append(running - {number} - waiting)
+        with lock:
+            running.discard(number)
+        return x
+
+    waiting = {1, 4, 7, 10}
+    x = torch.arange(12.0)[:, None]
+    with side_by_side(4):
+        assert torch.equal(fdp.dp_apply(fn, X[0], x, fdp.virtual_devices(12), executor="threads"), x)
+    assert seen == [set()] * 4
+
+
+def test_a_shard_of_a_shard_goes_on_alone():
+    inside: set[tuple[int, int]] = set()
+    lock, most = threading.Lock(), 0
+
+    def inner(outer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        torch.get_rng_state()
+        with lock:
+            inside.add((int(outer), int(x[0, 0])))
+            most = max(most, len(inside))
+        time.sleep(0.002)
+        with lock:
+            inside.discard((int(outer), int(x[0, 0])))
+        return x
+
+    def outer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return fdp.dp_apply(inner, x[0, 0], x, fdp.virtual_devices(2), executor="threads")
+
+    x = torch.arange(8.0)[:, None]
+    with side_by_side(8):
+        assert torch.equal(fdp.dp_apply(outer, X[0], x, fdp.virtual_devices(4), executor="threads"), x)
+    assert most == 1
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -515,3 +561,26 @@ def test_cached_parametrizations(place: str, executor: Any):
         with parametrize.cached() if place == "around" else contextlib.nullcontext():
             got = [call({name: p * k for name, p in params.items()}, X) for k in (1, 2)]
         torch.testing.assert_close(got, want)
+
+
+def test_threads_that_a_shard_starts_may_look_too():
+    """They have its context; some come when it has ended."""
+    late = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def look() -> None:
+            torch.get_rng_state()
+
+        started = [threading.Thread(target=contextvars.copy_context().run, args=(look,)) for _ in range(3)]
+        for thread in started:
+            thread.start()
+        torch.get_rng_state()
+        for thread in started:
+            thread.join()
+        late.append(contextvars.copy_context())
+        return x
+
+    with side_by_side(4):
+        assert torch.equal(fdp.dp_apply(fn, X[0], X, fdp.virtual_devices(4), executor="threads"), X)
+    for context in late:
+        context.run(torch.get_rng_state)

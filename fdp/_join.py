@@ -16,8 +16,19 @@ from fdp._typing import Dims, Tree
 Weights = Sequence[float] | None
 
 
-def join(shards: Sequence[Tree], dims: Dims, weights: Weights, device: torch.device, name: str, where: str) -> Tree:
-    """Join the trees of all shards, leaf by leaf, on one device. `weights` are for means: the rows of each shard."""
+def join(
+    shards: Sequence[Tree],
+    dims: Dims,
+    weights: Weights,
+    device: torch.device,
+    name: str,
+    where: str,
+    hint: str = "",
+) -> Tree:
+    """Join the trees of all shards, leaf by leaf, on one device. `weights` are for means: the rows of each shard.
+
+    `hint` ends messages about leaves: where the user says how each is joined.
+    """
     choices = "aux_dims" if name == "aux" else "out_dims"
     flats = [flatten(shard, name, dims, choices, where) for shard in shards]
     for i, flat in enumerate(flats):
@@ -25,9 +36,13 @@ def join(shards: Sequence[Tree], dims: Dims, weights: Weights, device: torch.dev
             path, one, other = first_difference(flats[0].structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     columns = list(zip(*(flat.leaves for flat in flats), strict=True))
+    for i, (leaf, spec) in enumerate(zip(flats[0].leaves, flats[0].specs, strict=True)):
+        if callable(spec):
+            flats[0].specs[i] = spec(leaf) if isinstance(leaf, torch.Tensor) else 0
     problems = [_problem(column, flats[0], i, weights) for i, column in enumerate(columns)]
     if any(problems):
-        raise ValueError(f"{where}: {'; '.join(filter(None, problems))}. {choices} says how each leaf is joined")
+        hint = hint or f"{choices} says how each leaf is joined"
+        raise ValueError(f"{where}: {'; '.join(filter(None, problems))}. {hint}")
     specs = flats[0].specs
     if torch.compiler.is_compiling():  # ids would become guards on these very tensors
         leaves = [

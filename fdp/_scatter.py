@@ -73,8 +73,8 @@ def gather(
     Args:
         sharded: What `scatter` or `parallel_apply` returned.
         out_dims: A prefix tree of one shard: an int (concatenate), None (slot 0's value), `"mean"` (weighted by rows),
-            `"sum"`, `"max"`, `"min"`, `"stack"` (a new first dimension), `"list"` (all values) or `"items"` (join
-            lists). By default as it was scattered.
+            `"sum"`, `"max"`, `"min"`, `"stack"` (a new first dimension), `"list"` (all values), `"items"` (join lists)
+            or a function of slot 0's tensor that returns one of these. By default as it was scattered.
         device: Where the result goes, by default the device of slot 0.
         weights: One number a slot for `"mean"`, by default the rows of each slot.
 

@@ -274,7 +274,7 @@ WRONG_OUT_DIMS = {
     "case": ("Mean", "the out_dim for {} is 'Mean'; expected an int"),
     "bool": (True, "the out_dim for {} is True; expected an int"),
     "float": (0.0, "the out_dim for {} is 0.0; expected an int"),
-    "function": (len, "the out_dim for {} is <built-in function len>; expected an int"),
+    "function": (lambda x: "men", "the out_dim for {} is 'men'; expected an int"),
     "range": (1, r"{} has shape \(\d,\), for which out_dim 1 is out of range"),
     "range-negative": (-2, r"{} has shape \(\d,\), for which out_dim -2 is out of range"),
     "items": ("items", r"{} is .*Tensor.*'items' joins lists or tuples"),
@@ -296,6 +296,19 @@ def test_wrong_out_dims(name: str, slots: int):
             fdp.dp_apply(lambda w, x: x, W, x, fdp.virtual_devices(slots), out_dims=dims)
         with pytest.raises(ValueError, match=rf"^gather: {message.format('shard')}"):
             fdp.gather(fdp.scatter(x, fdp.virtual_devices(slots)), dims)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_out_dims_by_a_function_of_the_tensor(slots: int):
+    x = numbers(6, 2)
+
+    def join_scalars(tensor: torch.Tensor) -> object:
+        return "sum" if tensor.ndim == 0 else tensor.ndim - 2
+
+    out = fdp.dp_apply(
+        lambda w, x: {"rows": x, "sum": x.sum(), "name": "a"}, W, x, fdp.virtual_devices(slots), out_dims=join_scalars
+    )
+    assert_close_tree(out, {"rows": x, "sum": x.sum(), "name": "a"})
 
 
 WRONG_OUTPUTS = {

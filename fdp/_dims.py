@@ -61,6 +61,12 @@ def balanced(rows: int, slots: int) -> tuple[int, ...]:
     return tuple(each + (i < extra) for i in range(slots))
 
 
+def chunked(rows: int, slots: int) -> tuple[int, ...]:
+    """The sizes that `torch.chunk` makes, with zeros for the chunks that it does not make."""
+    each = -(-rows // slots)
+    return tuple(max(0, min(each, rows - i * each)) for i in range(slots))
+
+
 def proportional(rows: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Sizes in proportion to the weights, by the method of largest remainder."""
     # In whole numbers: floats could round a quota up and give out too many rows.

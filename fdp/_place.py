@@ -1,23 +1,28 @@
 """From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from fdp._devices import as_devices
-from fdp._dims import Plan, check_in_dim, check_weights, make_plan, proportional
+from fdp._dims import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
 from fdp._tree import Flat, flatten, is_array, unflatten
 from fdp._typing import AUTO, Devices, Dims, Tree
 
+_WHOLE = "pass None in in_dims"
+
 Memo = dict[tuple[int, Any], list[Any]]
 
 
-def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str) -> list[Flat]:
-    """Flatten named trees; the spec of each leaf becomes the dim that it is split along, None if it is not."""
+def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole: str = _WHOLE) -> list[Flat]:
+    """Flatten named trees; the spec of each leaf becomes the dim that it is split along, None if it is not.
+
+    `whole` is what to do, in messages, for what should not be split.
+    """
     flats = [flatten(tree, name, dims, choices, where) for name, tree, dims, choices in args]
     problems: list[TypeError | ValueError] = []
     for flat in flats:
@@ -25,7 +30,7 @@ def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str) -> lis
             if callable(spec) and not isinstance(leaf, Slots):
                 spec = spec(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else None
             try:
-                flat.specs[i] = None if spec is None else _split_dim(leaf, spec, flat, i)
+                flat.specs[i] = None if spec is None else _split_dim(leaf, spec, flat, i, whole)
             except (TypeError, ValueError) as error:
                 problems.append(error)
     if problems:
@@ -33,7 +38,7 @@ def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str) -> lis
     return flats
 
 
-def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int) -> Any:
+def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
     """The dim that `spec` comes to for a leaf: an int, 'items', or None where there is nothing to split."""
     if isinstance(leaf, Slots):
         return spec
@@ -47,7 +52,7 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int) -> Any:
         if is_array(leaf):
             raise TypeError(
                 f"{flat.path(index)} is a numpy array of shape {leaf.shape}, which is not split. "
-                "Pass torch.as_tensor(array), or None in in_dims to give it whole to every slot"
+                f"Pass torch.as_tensor(array), or {whole} to give it whole to every slot"
             )
         return None
     if leaf.ndim == 0:
@@ -56,9 +61,7 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int) -> Any:
         raise ValueError(f"dim {spec} is out of range for {flat.path(index)} of shape {tuple(leaf.shape)}")
     if leaf.is_nested or leaf.layout is not torch.strided:
         kind, way_out = ("nested", "a padded one") if leaf.is_nested else ("sparse", "it .to_dense()")
-        raise TypeError(
-            f"{flat.path(index)} is a {kind} tensor, which is not split. Pass {way_out}, or None in in_dims"
-        )
+        raise TypeError(f"{flat.path(index)} is a {kind} tensor, which is not split. Pass {way_out}, or {whole}")
     return spec
 
 
@@ -72,8 +75,13 @@ def plan_args(
     where: str,
     *,
     keep_empty: bool = False,
+    sizes_of: Callable[[int, int], tuple[int, ...]] = balanced,
+    whole: str = _WHOLE,
 ) -> tuple[tuple[torch.device, ...], Plan]:
-    """The device of every slot, and the plan on them that all arguments agree with."""
+    """The device of every slot, and the plan on them that all arguments agree with.
+
+    Without `weights`, `sizes_of(rows, slots)` says how many rows each slot has.
+    """
     held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
     slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
     sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
@@ -86,12 +94,12 @@ def plan_args(
     if any(sizes != sized[0][1] for _, sizes in sized):
         each = ", ".join(f"{path} has {'+'.join(map(str, sizes))}" for path, sizes in sized)
         raise ValueError(f"{where}: rows of the slots differ: {each}")
-    rows = _common_rows(flats, sized, where)
+    rows = _common_rows(flats, sized, where, whole)
     if sized:
         return slots, make_plan(rows, slots, sized[0][1], keep_empty=keep_empty)
     if rows is None:
         return slots, make_plan(None, slots, keep_empty=keep_empty or bool(sharded))
-    shares = None if weights is None else proportional(rows, weights)
+    shares = sizes_of(rows, len(slots)) if weights is None else proportional(rows, weights)
     return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
 
 
@@ -131,7 +139,9 @@ def _sizes_of(sharded: Sharded, spec: Any, path: str, where: str) -> tuple[int, 
     return None if None in sizes else tuple(size for size in sizes if size is not None)
 
 
-def _common_rows(flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ...]]], where: str) -> int | None:
+def _common_rows(
+    flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ...]]], where: str, whole: str = _WHOLE
+) -> int | None:
     """The rows that all split leaves have, None if there is no such leaf."""
     split = [
         (flat, i, leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf))
@@ -143,7 +153,9 @@ def _common_rows(flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ..
     if any(size != rows[0] for size in rows):
         each = [f"{path} has {sum(sizes)}" for path, sizes in sized]
         each += [f"{flat.path(i)} has {size} along {_along(flat.specs[i])}" for flat, i, size in split]
-        raise ValueError(f"{where}: rows differ: {', '.join(each)}. Pass None in in_dims for what should not be split")
+        raise ValueError(
+            f"{where}: rows differ: {', '.join(each)}. {whole[0].upper()}{whole[1:]} for what should not be split"
+        )
     return rows[0] if rows else None
 
 

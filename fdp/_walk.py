@@ -124,6 +124,8 @@ class Walk:
         seen, clone = value.copy(), value.copy()
         clone.clear()
         self.clones[id(value)] = clone
+        if isinstance(value, defaultdict):
+            self.shared.append(value.default_factory)
         boxes.append(box := Box(value, seen, clone, path))
         if isinstance(seen, dict):
             for key, item in seen.items():

@@ -1,5 +1,6 @@
 """Data parallelism for PyTorch as a pure function."""
 
+from fdp import nn as nn
 from fdp import testing as testing
 from fdp._apply import dp_apply as dp_apply
 from fdp._apply import parallel_apply as parallel_apply
@@ -22,5 +23,7 @@ from fdp._slots import Sharded as Sharded
 from fdp._transfers import Transfer as Transfer
 from fdp._transfers import transfers as transfers
 from fdp._typing import AUTO as AUTO
+from fdp.nn._data_parallel import DataParallel as DataParallel
+from fdp.nn._data_parallel import data_parallel as data_parallel
 
 __version__ = "0.1.0"

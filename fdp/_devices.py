@@ -1,5 +1,6 @@
 """What the user says about devices, turned into a tuple of `torch.device`, one a slot."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,8 @@ def available_devices() -> tuple[torch.device, ...]:
     return tuple(torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count()))
 
 
-def as_devices(devices: Devices, where: str) -> tuple[torch.device, ...]:
-    """One `torch.device` a slot."""
+def as_devices(devices: Devices, where: str, name: str = "devices") -> tuple[torch.device, ...]:
+    """One `torch.device` a slot; messages call the argument `name`."""
     if devices is None:
         slot = current_slot()
         return available_devices() if slot is None else (slot.device,)
@@ -52,15 +53,15 @@ def as_devices(devices: Devices, where: str) -> tuple[torch.device, ...]:
         number = 0 if isinstance(devices, bool) else max(devices, 0)  # no advice that is an error again
         n = number or 4
         raise TypeError(
-            f"{where}: devices={devices!r} is a bare number. For {n} slots on the CPU write "
-            f"devices=fdp.virtual_devices({n}); for the accelerator with that index devices=[{number}]"
+            f"{where}: {name}={devices!r} is a bare number. For {n} slots on the CPU write "
+            f"{name}=fdp.virtual_devices({n}); for the accelerator with that index {name}=[{number}]"
         )
     if not isinstance(devices, Sequence):
         raise TypeError(
-            f"{where}: devices must be None, a device or a sequence of devices, got {type(devices).__name__}"
+            f"{where}: {name} must be None, a device or a sequence of devices, got {type(devices).__name__}"
         )
     if len(devices) == 0:
-        raise ValueError(f"{where}: devices is empty. {_existing()}")
+        raise ValueError(f"{where}: {name} is empty. {_existing()}")
     return tuple(as_device(device, where) for device in devices)
 
 
@@ -91,6 +92,28 @@ def _existing_accelerator(device: torch.device, where: str) -> torch.device:
     if device not in existing and not _is_faking():
         raise ValueError(f"{where}: device '{device}' is not available. {_existing()}")
     return device
+
+
+def warn_of_imbalance(devices: Sequence[torch.device]) -> None:
+    """Warn if one GPU has far less memory or fewer cores than another: the others would wait for it."""
+    if len(devices) > 1 and all(device.type == "cuda" for device in devices):
+        properties = [torch.cuda.get_device_properties(device) for device in devices]
+        message = imbalance(devices, [(each.total_memory, each.multi_processor_count) for each in properties])
+        if message:
+            warnings.warn(message, stacklevel=3)
+
+
+def imbalance(devices: Sequence[torch.device], figures: Sequence[Sequence[float]]) -> str | None:
+    """What to say of devices of which one has less than three quarters of what another has."""
+    for column in zip(*figures, strict=True):
+        poor, rich = column.index(min(column)), column.index(max(column))
+        if column[poor] / column[rich] < 0.75:
+            return (
+                f"There is an imbalance between your GPUs. You may want to exclude GPU {devices[poor].index}, which "
+                f"has less than 75% of the memory or cores of GPU {devices[rich].index}: leave it out of device_ids or "
+                "of the environment variable CUDA_VISIBLE_DEVICES, or give it fewer rows by weights="
+            )
+    return None
 
 
 def _is_faking() -> bool:

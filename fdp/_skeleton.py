@@ -147,6 +147,19 @@ class Skeleton:
             values = {**dict(zip(self._names, self._slot_tensors, strict=False)), **values}
         any(map(_setitem, self._named, self._slot_keys, self._pick(values)))  # `any` drives the map: setitem gives None
 
+    def pairs(self, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+        """Each module inside the module, itself first, and its clone."""
+        return list(zip([module, *self._children], self._clones, strict=True))
+
+    def states(self) -> list[dict[str, Any]]:
+        """The `__dict__` of each module of the clone."""
+        return list(map(vars, self._clones))
+
+    def own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The module's parameters and buffers by name."""
+        found = dict(zip(self._names, self._slot_tensors, strict=False))
+        return {name: found[name] for name in self.params}, {name: found[name] for name in self.buffers}
+
     def bound(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What is under the names now, which is not what was bound where forward has put another tensor."""
         places = ((name, *self._first[name]) for name in names)
@@ -179,7 +192,7 @@ class Skeleton:
         bound = [(slot, key, slot.get(key), own) for name, slot, key, own in places if name in names]
         for slot, key, _, own in bound:
             slot[key] = own
-        states = list(map(vars, self._clones))
+        states = self.states()
         if not self._is_untouched(states):
             self._write(module, [*states, *self._own, *self._all_blank])
         for slot, key, now, _ in bound:

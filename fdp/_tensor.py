@@ -49,6 +49,13 @@ def is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as after `expand`: then nobody can write to the tensor in place."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype to add up in. Half precision has no room for sums: in bfloat16, 256 + 1 is 256."""
     return torch.promote_types(dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -1,0 +1,7 @@
+"""Modules, and the functions of torch.nn.parallel on the plan and the trees of fdp."""
+
+from fdp.nn._parallel_apply import parallel_apply as parallel_apply
+from fdp.nn._replicate import replicate as replicate
+from fdp.nn._scatter_gather import gather as gather
+from fdp.nn._scatter_gather import scatter as scatter
+from fdp.nn._scatter_gather import scatter_kwargs as scatter_kwargs

@@ -1,0 +1,266 @@
+"""torch.nn.DataParallel with one import changed."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import torch
+from torch import nn
+
+from fdp._devices import as_devices, warn_of_imbalance
+from fdp._dims import check_weights
+from fdp._executors import Mode, check_options
+from fdp._known import mark
+from fdp._place import to_device
+from fdp._typing import DeviceLike, Executor, Tree
+from fdp._untraced import leave_all_alone, leave_alone
+from fdp.nn._device_ids import devices_of, index_of
+from fdp.nn._loan import Loan, current_loan, lending
+from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
+from fdp.nn._replicate import replicate
+from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DataParallel(nn.Module, Generic[M]):
+    """Run a module on several devices, each with a part of the batch: `torch.nn.DataParallel` with one import changed.
+
+    For a module that treats rows alike, `DataParallel(module)(x) == module(x)`, values and gradients.
+
+    >>> import torch
+    >>> from fdp import DataParallel
+    >>> model = DataParallel(torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"])
+    >>> model(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+
+    Inputs are split as `torch.chunk` does, the module's parameters and buffers copied to the other devices, replicas of
+    the module run, and their outputs joined. Where nothing is split the module runs once, on the first device. Without
+    an accelerator and without a CPU among `device_ids`, calls go to the module itself.
+
+    Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
+
+    A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
+    contents tell; the copies go with the first call that needs gradients, or with the wrapper. Dropout draws from the
+    generators that there are: run side by side on the CPU, replicas share one, and their masks vary between runs.
+
+    Args:
+        module: The module, with its parameters and buffers on the first device; on a single device it is moved there.
+        device_ids: One device a slot: None (all accelerators), or a sequence of devices, in which an int is the index
+            of an accelerator. `["cpu"] * n` are n virtual devices.
+        output_device: Where outputs go, by default the first device.
+        dim: The dimension of inputs that is split, and of outputs that is concatenated.
+        weights: Relative rows of each slot. By default as `torch.chunk` cuts.
+        buffers: Which values the module's buffers have after a call: `"first"`, those of the first replica, or
+            `"mean"`, those of all replicas, weighted by rows.
+        executor: `"sequential"`, `"threads"` or `"auto"`, as in `dp_apply`.
+
+    Attributes:
+        module: The wrapped module.
+        device_ids: An index for each accelerator, a `torch.device` for each CPU; empty if the module is called itself.
+        output_device: The same for the output.
+        dim: As given.
+        src_device_obj: The first device.
+
+    Raises:
+        ValueError: There is no such device, or an option is none of those that there are.
+        TypeError: Not a module, or not a device.
+        RuntimeError: From calls: a parameter or buffer that is not on the first device, or lazy parameters.
+
+    Exceptions of the module arrive as they are, with notes that say "Caught ... in replica ... on device ...".
+    """
+
+    module: M
+    device_ids: list[int | torch.device]
+    output_device: int | torch.device | None
+    src_device_obj: torch.device | None
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike | int] | None = None,
+        output_device: DeviceLike | int | None = None,
+        dim: int = 0,
+        *,
+        weights: Sequence[float] | None = None,
+        buffers: Literal["first", "mean"] = "first",
+        executor: Executor = "auto",
+    ) -> None:
+        super().__init__()
+        self._configure(module, device_ids, output_device, dim, weights, buffers, executor)
+        warn_of_imbalance(self._devices)
+        if len(self._devices) == 1:
+            self.module.to(self._devices[0])
+
+    def _configure(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike | int] | None,
+        output_device: DeviceLike | int | None,
+        dim: int,
+        weights: Sequence[float] | None,
+        buffers: str,
+        executor: Executor,
+        where: str = "DataParallel",
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
+        check_options(executor, None, where)
+        check_dim(dim, where)
+        if buffers not in ("first", "mean"):
+            raise ValueError(f"{where}: buffers must be 'first' or 'mean', got {buffers!r}")
+        devices = devices_of(device_ids, where)
+        if len(devices) > 1 and isinstance(module, DataParallel | nn.DataParallel):
+            raise TypeError(f"{where}: the module is a {type(module).__name__} already; pass its .module")
+        self._where = where
+        self.module = module
+        self.dim = dim
+        self.device_ids = [index_of(device) for device in devices]
+        self.src_device_obj = devices[0] if devices else None
+        self.output_device = index_of(self.src_device_obj)
+        if devices and output_device is not None:
+            is_minus_one = output_device == -1 and not isinstance(output_device, bool)
+            self.output_device = -1 if is_minus_one else index_of(as_target(output_device, where))
+        self._weights = None if weights is None or not devices else check_weights(weights, len(devices), where)
+        self._buffers_from = buffers
+        self._executor: Executor = executor
+
+    @property
+    def _devices(self) -> tuple[torch.device, ...]:
+        return as_devices(self.device_ids, self._where) if self.device_ids else ()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on all devices."""
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            return self._run(inputs, kwargs) if self.device_ids else self.module(*inputs, **kwargs)
+
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self.device_ids) == 1:
+            self._check_placement(chain(self.module.parameters(), self.module.buffers()))
+            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+            return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
+        with lending(self.module, self, self._buffers_from) as loan:
+            self._check_placement(chain(loan.params.values(), loan.buffers.values()))
+            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+            if not args and not keywords:
+                args, keywords = ((),), ({},)
+            replicas = self.replicate(self.module, self._ids_of(len(args), loan))
+            outputs = self.parallel_apply(replicas, args, keywords)
+            output = self.gather(outputs, cast(Any, self.output_device))
+            loan.write_back(replicas, self._where)
+            del replicas  # which may then serve the next call
+            return output
+
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
+        """Make a replica of the module for each device."""
+        loan = current_loan(module)
+        if loan is None:
+            return replicate(module, device_ids, not torch.is_grad_enabled())
+        return cast("list[M]", loan.replicate(as_devices(list(device_ids), self._where)))
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
+    ) -> tuple[Inputs, Keywords]:
+        """Split the arguments: those of each replica, positional ones first."""
+        devices, loan = as_devices(list(device_ids), self._where), current_loan(self.module)
+        args, keywords, plan = split_call(inputs, kwargs or {}, devices, self.dim, self._weights, self._where)
+        if loan is not None:
+            loan.plan = plan
+        return args, keywords
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run the replicas, each with its arguments."""
+        check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
+        loan = current_loan(self.module)
+        devices = as_devices(self._ids_of(len(replicas), loan), self._where)
+        if loan is None:
+            return run_modules(replicas, inputs, kwargs, devices, None, IN_ORDER)
+        sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
+        executor = self._executor if loan.may_use_threads(replicas) else "sequential"
+        own = functools.partial(self.module)
+        mark(own)
+        return run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own))
+
+    def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
+        """Join the outputs of the replicas."""
+        return join_outputs(outputs, as_target(output_device, self._where), self.dim, self._where)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of a DataParallel, or of the module alone."""
+        own = set(self.state_dict(keep_vars=True))
+        if own.isdisjoint(state_dict) and not own.isdisjoint(f"module.{key}" for key in state_dict):
+            state_dict = _of_wrapper(state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _ids_of(self, count: int, loan: Loan | None) -> list[int | torch.device]:
+        """The devices of so many replicas: those that have rows."""
+        if loan is not None and loan.plan is not None and len(loan.plan.slots) == count:
+            return [self.device_ids[slot] for slot in loan.plan.slots]
+        return self.device_ids[:count]
+
+    def _check_placement(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device != self.src_device_obj:
+                raise RuntimeError(
+                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but "
+                    f"found one of them on device: {tensor.device}"
+                )
+
+    def _to_output(self, output: Tree) -> Tree:
+        if self.output_device == index_of(self.src_device_obj):
+            return output
+        return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike | int] | None = None,
+    output_device: DeviceLike | int | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a module on several devices once: the functional form of `DataParallel`, as torch has it.
+
+    `data_parallel(module, x, devices) == DataParallel(module, devices)(x)`.
+
+    >>> import torch
+    >>> from fdp import data_parallel
+    >>> data_parallel(torch.nn.Identity(), torch.arange(3), ["cpu", "cpu"])
+    tensor([0, 1, 2])
+
+    Args:
+        module: The module, with its parameters and buffers on the first device.
+        inputs: A tuple of arguments, None for none, or the only one.
+        device_ids, output_device, dim: As in `DataParallel`.
+        module_kwargs: Keyword arguments.
+
+    Returns:
+        The joined output.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `DataParallel` does.
+    """
+    shim = DataParallel.__new__(DataParallel)
+    nn.Module.__init__(shim)
+    shim._configure(module, device_ids, output_device, dim, None, "first", "auto", "data_parallel")
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    kwargs = dict(module_kwargs or {})
+    return shim._run(args, kwargs) if shim.device_ids else module(*args, **kwargs)
+
+
+def _of_wrapper(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of a module as that of its wrapper."""
+    renamed: Any = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = {f"module.{key}".removesuffix("."): value for key, value in versions.items()}
+    return renamed
+
+
+leave_alone(globals(), ["DataParallel"])
+leave_all_alone(DataParallel._run)

@@ -1,0 +1,154 @@
+"""torch.nn.parallel's replicate: a module for each device."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fdp._devices import as_devices
+from fdp._skeleton import Skeleton
+from fdp._tensor import copy
+from fdp._typing import DeviceLike
+from fdp.nn._copies import Names, Tensors
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = False) -> list[M]:
+    """Make a module for each device, as `torch.nn.parallel.replicate` does.
+
+    `parallel_apply(replicate(f, devices), xs) == [f(x) for x in xs]`; gradients of the replicas add up in `network`.
+
+    >>> import torch
+    >>> from fdp.nn import replicate
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> first, second = replicate(layer, ["cpu", "cpu"])
+    >>> first.weight is layer.weight, second.weight is layer.weight
+    (True, False)
+
+    Args:
+        network: A module on the first of the devices.
+        devices: One device a replica; an int is the index of an accelerator.
+        detach: Make copies that have no part in gradients.
+
+    Returns:
+        Modules of the same class with hooks, lists and dicts of their own. The first holds the tensors of `network`
+        itself, the others hold copies; `parameters()` has them all.
+
+    Raises:
+        RuntimeError: Lazy parameters that have no shape yet, or a scripted module that holds a Python one.
+        ValueError: There is no such device.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"replicate: expected a torch.nn.Module, got {type(network).__name__}")
+    chosen = devices if isinstance(devices, str | int | torch.device) else tuple(devices or ())
+    if chosen == ():
+        return []
+    check_replicable(network, named_tensors(network).values())
+    slots = as_devices(chosen, "replicate")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        return [_replica(network, tensors) for tensors in _tensors_on(network, slots)]
+
+
+def _replica(module: M, tensors: Tensors) -> M:
+    """A module of the same class with other tensors."""
+    skeleton = None if has_scripts(module) else Skeleton(module)
+    if skeleton is None or not skeleton.trusted:
+        return shallow(module, tensors)
+    skeleton.bind(tensors)
+    as_replica(skeleton)
+    root: Any = skeleton.root
+    return root
+
+
+def _tensors_on(module: nn.Module, devices: tuple[torch.device, ...]) -> list[Tensors]:
+    """The module's own tensors, then copies of them for each further device."""
+    own = named_tensors(module)
+    names = Names(list(own))
+    copies = [
+        {name: copy(tensor, device, names, i, always=True) for i, (name, tensor) in enumerate(own.items())}
+        for device in devices[1:]
+    ]
+    return [{name: copy(tensor, devices[0], names, i) for i, (name, tensor) in enumerate(own.items())}, *copies]
+
+
+def named_tensors(module: nn.Module) -> Tensors:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def check_replicable(module: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """What cannot be replicated; the messages are torch's."""
+    if any(map(is_lazy, tensors)):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
+            "correctly initialize the modules"
+        )
+    for script in filter(_is_script, module.modules()):
+        if not all(map(_is_script, script.modules())):
+            raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+
+
+def has_scripts(module: nn.Module) -> bool:
+    """Whether some part is a scripted or traced module."""
+    return any(map(_is_script, module.modules()))
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def as_replica(skeleton: Skeleton) -> None:
+    """Have the modules of a clone know that they are replicas."""
+    for state in skeleton.states():
+        state.update(_OF_REPLICAS)
+
+
+def _zero_grad(set_to_none: bool = True) -> None:
+    nn.Module.zero_grad(_REPLICA, set_to_none)  # torch's own warning, and nothing to clear
+
+
+_REPLICA = nn.Module()
+_REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
+_OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
+
+
+def shallow(module: M, tensors: Tensors) -> M:
+    """A copy part by part, each as it copies itself: scripted modules can be copied in no other way.
+
+    The copy of a compiled module is not compiled: what was compiled calls the original.
+    """
+    own = named_tensors(module)
+    by_id = {id(tensor): tensors[name] for name, tensor in own.items()}
+    parts = [part for part in module.modules() if _inside(part) is part]
+    copies: dict[nn.Module, Any] = {part: part._replicate_for_data_parallel() for part in parts}
+    for part, replica in copies.items():
+        for key, child in part._modules.items():
+            _put(replica, "_modules", key, None if child is None else copies[_inside(child)])
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(part, kind).items():
+                _put(replica, kind, key, None if tensor is None else by_id[id(tensor)])
+        if not _is_script(part):
+            vars(replica).pop("_compiled_call_impl", None)
+            for key, value in vars(replica).items():
+                if key.endswith("_hooks") and isinstance(value, dict):
+                    vars(replica)[key] = value.copy()
+    return copies[_inside(module)]
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """What a module is that torch.compile has wrapped."""
+    while type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+        module = cast(nn.Module, module._modules["_orig_mod"])
+    return module
+
+
+def _put(replica: nn.Module, kind: str, key: str, value: Any) -> None:
+    if not _is_script(replica):
+        vars(replica)[kind][key] = value
+    elif value is not None:
+        setattr(replica, key, value)
+        if kind == "_modules":  # else its tensors are not found by name
+            vars(replica._modules)["_python_modules"][key] = value

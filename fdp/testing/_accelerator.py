@@ -37,7 +37,9 @@ def install_virtual_accelerator(count: int) -> None:
 
     What torch does not let a backend in Python have is missing: sparse and quantized tensors, `torch.Generator` for a
     virtual device (generators of the CPU are taken), streams that run side by side, storage that can be looked at,
-    `torch.load` with `map_location="virtual"` (load to the CPU, then move), and `torch.compile`.
+    `torch.load` with `map_location="virtual"` (load to the CPU, then move), and `torch.compile`. Tied parameters come
+    apart in `Module.to`: tie them afterwards. What Python code raises in a backward, in a hook or in a recomputed
+    checkpoint, ends the process.
 
     Args:
         count: Number of devices, at least 1.

@@ -60,7 +60,7 @@ def _make(factory: Callable[..., torch.Tensor], *args: Any, device: torch.device
     return VirtualTensor(factory(*args, device="cpu", **options), virtual.resolve(device))
 
 
-def _autocast(op: Callable[..., Any], dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+def _autocast(op: Callable[..., Any], dtype: torch.dtype | None, /, *args: Any, **kwargs: Any) -> Any:
     to = torch.get_autocast_dtype(virtual.NAME) if dtype is None else dtype
 
     def cast(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,17 @@ from fdp import testing as testing
 from fdp._apply import dp_apply as dp_apply
 from fdp._apply import parallel_apply as parallel_apply
 from fdp._apply import shard_map as shard_map
+from fdp._collectives import all_gather as all_gather
+from fdp._collectives import all_to_all as all_to_all
+from fdp._collectives import axis_index as axis_index
+from fdp._collectives import axis_rows as axis_rows
+from fdp._collectives import axis_size as axis_size
+from fdp._collectives import pmax as pmax
+from fdp._collectives import pmean as pmean
+from fdp._collectives import pmin as pmin
+from fdp._collectives import ppermute as ppermute
+from fdp._collectives import psum as psum
+from fdp._collectives import psum_scatter as psum_scatter
 from fdp._context import fold_in as fold_in
 from fdp._devices import available_devices as available_devices
 from fdp._devices import virtual_devices as virtual_devices

@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fdp._call import Arg, Options, check_function, keyword_args, positional_args, prepare
+from fdp._call import Arg, Options, Shard, call_shard, check_function, keyword_args, positional_args, prepare
 from fdp._devices import as_device, as_devices
 from fdp._executors import Mode, check_options, run_all, slots_of
 from fdp._join import join
 from fdp._place import Plan
 from fdp._replicate import replicate_on
 from fdp._slots import Sharded, Slots
+from fdp._together import Task
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._untraced import leave_alone
 
 
 def dp_apply(
@@ -171,9 +173,12 @@ def parallel_apply(
     ]
     sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
     shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
-    tasks = [functools.partial(fn, *s[: len(args)], **dict(zip(keywords, s[len(args) :], strict=True))) for s in shards]
+    n = len(args)
+    tasks = [
+        Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
+    ]
     places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name)
-    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn))), slots)
+    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn, effects=True))), slots)
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:
@@ -190,7 +195,7 @@ def _map_shards(
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)
-    tasks = [functools.partial(fn, *shard.args, **shard.kwargs) for shard in call.shards]
+    tasks = [Task(functools.partial(call_shard, fn), shard) for shard in call.shards]
     outputs = run_all(tasks, slots_of(call.plan, options.axis_name), Mode(options.executor, options.seed, fn))
     call.watch.check(where)
     weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
@@ -210,3 +215,6 @@ def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.dev
             "fdp.scatter(..., keep_empty=True) gives every slot a shard, also of a short batch"
         )
     return slots
+
+
+leave_alone(globals())

@@ -66,7 +66,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     return active or is_forward_mode() or any(t.is_inference() for t in tensors)
 
 
-def transformed(problem: Problem, shard: Shard, seed: float, create_graph: bool | None) -> Result:
+def transformed(problem: Problem, seed: float, create_graph: bool | None, shard: Shard) -> Result:
     """Loss and gradients of one shard by `torch.func.vjp`."""
     inputs = inputs_of(problem, shard)
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else

@@ -11,7 +11,8 @@ from fdp._place import Memo, flatten_args, place, plan_args
 from fdp._slots import Slots
 from fdp._tensor import layers
 from fdp._tree import Flat, flatten, tensors_in
-from fdp._typing import DeviceLike, Devices, Dims, Executor, Tree
+from fdp._typing import DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._untraced import leave_alone
 
 
 class Options(NamedTuple):
@@ -40,6 +41,11 @@ class Shard(NamedTuple):
 
     args: tuple[Tree, ...]
     kwargs: dict[str, Tree]
+
+
+def call_shard(fn: Function, shard: Shard) -> Any:
+    """Call a function with a shard."""
+    return fn(*shard.args, **shard.kwargs)
 
 
 class Watch(NamedTuple):
@@ -157,3 +163,6 @@ def check_function(fn: Any, where: str) -> None:
         )
     if not callable(fn):
         raise TypeError(f"{where}: expected a function, got {type(fn).__name__}")
+
+
+leave_alone(globals())

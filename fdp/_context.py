@@ -6,9 +6,11 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
+
+from fdp._untraced import leave_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,18 @@ class Slot:
 _SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
 ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
 ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
+IN_PLACE = contextvars.ContextVar("fdp_in_place", default=False)  # a user's module has other tensors than its own
 IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here may not use threads: a lock is held
+
+
+class Axis(NamedTuple):
+    """A named set of slots that this code runs in one of, and where they meet if they are all alive."""
+
+    slot: Slot
+    gang: Any
+
+
+AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
 
 
 class Beside(Protocol):
@@ -60,7 +73,11 @@ def current_slot() -> Slot | None:
 
 
 def run_in_slot(
-    slot: Slot, seed: int | None, call: Callable[[], Any], context: contextvars.Context | None = None
+    slot: Slot,
+    seed: int | None,
+    call: Callable[[], Any],
+    context: contextvars.Context | None = None,
+    gang: Any = None,
 ) -> Any:
     """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
     if torch.compiler.is_compiling():
@@ -70,6 +87,7 @@ def run_in_slot(
 
     def enter() -> Any:
         _SLOT.set(slot)
+        AXES.set((*AXES.get(), Axis(slot, gang)))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with torch.set_grad_enabled(torch.is_grad_enabled()), _current_device(slot.device), _seeded(seed, slot):
             watcher = ON_SHARD.get()
@@ -81,6 +99,14 @@ def run_in_slot(
             return result
 
     return (context or contextvars.copy_context()).run(enter)
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, if it can say something."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text raises {type(broken).__name__})"
 
 
 def fold_in(seed: int, data: int) -> int:
@@ -143,6 +169,14 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
     return torch.accelerator.device_index(device.index)
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a function on a device draws from."""
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        generators.append(torch.get_device_module(device).default_generators[device.index])
+    return generators
+
+
 @contextlib.contextmanager
 def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
     """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
@@ -150,9 +184,7 @@ def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
         yield
         return
     be_alone()
-    generators = [torch.default_generator]
-    if slot.device.type not in ("cpu", "meta"):
-        generators.append(torch.get_device_module(slot.device).default_generators[slot.device.index])
+    generators = generators_of(slot.device)
     own = fold_in(seed, slot.index)
     own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
     with EXCLUSIVE.held():  # the default generator is one for all threads
@@ -165,3 +197,6 @@ def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+
+leave_alone(globals(), ["run_in_slot"])

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from fdp._accumulate import Gradients, check_differentiable
-from fdp._backward import Forward, Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
-from fdp._call import Call, Options, check_function, keyword_args, leaf_tensors, positional_args, prepare
+from fdp._backward import Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
+from fdp._call import Call, Options, Shard, check_function, keyword_args, leaf_tensors, positional_args, prepare
 from fdp._devices import as_device
 from fdp._executors import Mode, run, run_all, slots_of
+from fdp._gang import Together
 from fdp._join import join
+from fdp._known import must_run_together
+from fdp._together import Task
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 
 
@@ -117,7 +120,7 @@ class Differentiation:
             if sum(weights) == 0:
                 raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
             return weights
-        tasks = [functools.partial(count_of, problem, self.count, shard) for shard in call.shards]
+        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
         weights = run_all(tasks, slots_of(call.plan, self.axis_name), Mode("sequential", None, None))
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
             raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {weights}")
@@ -133,27 +136,31 @@ class Differentiation:
         inputs = [tensor for flat in call.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
         if needs_transform(inputs):
             tasks = [
-                functools.partial(transformed, problem, shard, share, self.create_graph)
+                Task(functools.partial(transformed, problem, share, self.create_graph), shard)
                 for shard, share in zip(call.shards, shares, strict=True)
             ]
             return run(tasks, slots, mode, take)
         attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in inputs)
         graph = True if attached else self.create_graph
-        forwards = [functools.partial(forward, problem, shard, attached=attached) for shard in call.shards]
-        if all(device.type in ("cpu", "meta") for device in call.plan.devices):
+        if must_run_together(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
-                functools.partial(self._alone, task, share, graph) for task, share in zip(forwards, shares, strict=True)
+                Task(functools.partial(self._alone, problem, attached, share, graph), shard)
+                for shard, share in zip(call.shards, shares, strict=True)
             ]
             return run(tasks, slots, mode, take)
-        for batch in _rounds(call.plan.slots):
-            losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode)
-            results = joint(self.where, losses, [shares[i] for i in batch], graph)[::-1]
-            for i in batch:
-                take(i, results.pop())  # which lets go of each: it may then be added to in place
+        forwards = [Task(functools.partial(forward, problem, attached=attached), shard) for shard in call.shards]
+        try:
+            for batch in _rounds(call.plan.slots):
+                losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
+                results = joint(self.where, losses, [shares[i] for i in batch], graph)[::-1]
+                for i in batch:
+                    take(i, results.pop())  # which lets go of each: it may then be added to in place
+        except Together:  # one backward for all would wait for itself
+            self._run(problem, call, shares, take)
 
-    def _alone(self, task: Callable[[], Forward], share: float, create_graph: bool | None) -> Result:
-        return joint(self.where, [task()], [share], create_graph)[0]
+    def _alone(self, problem: Problem, attached: bool, share: float, create_graph: bool | None, shard: Shard) -> Result:
+        return joint(self.where, [forward(problem, shard, attached=attached)], [share], create_graph)[0]
 
 
 def _rounds(slots: Sequence[int]) -> list[list[int]]:

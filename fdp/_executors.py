@@ -10,16 +10,28 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from fdp._context import IN_ORDER, Slot, run_in_slot
+from fdp._context import IN_ORDER, Slot, run_in_slot, text_of
 from fdp._dims import Plan
+from fdp._gang import Together
 from fdp._guards import is_forward_mode
-from fdp._known import is_marked, mark, must_run_in_order
-from fdp._state import is_carried
+from fdp._known import (
+    compilations,
+    is_cold,
+    is_marked,
+    mark,
+    may_compile,
+    must_run_in_order,
+    must_run_together,
+    note,
+    remember_together,
+)
+from fdp._state import is_carried, why_not_together
 from fdp._threads import run_side_by_side
+from fdp._together import Task, run_together
 from fdp._typing import Executor, Function
+from fdp._untraced import leave_alone
 
-Task = Callable[[], Any]
-Take = Callable[[int, Any], None]
+Take = Callable[[int, Any], Any]
 
 
 class Mode(NamedTuple):
@@ -28,6 +40,8 @@ class Mode(NamedTuple):
     executor: Executor
     seed: int | None
     fn: Function | None
+    effects: bool = False  # a shard must not begin anew for its first collective
+    apart: bool = False  # the call raises `Together`
 
 
 def thread_safe(fn: Function) -> Function:
@@ -91,15 +105,49 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
         for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
             take(i, run_in_slot(slot, mode.seed, task))
         return
-    if _may_use_threads(mode, len(tasks)):
-        failures = run_side_by_side(tasks, slots, mode.fn, take)
-    else:
-        failures = _run_in_order(tasks, slots, mode.seed, take)
+    taken: list[int] = []
+    try:
+        if slots[0].count > 1 and (must_run_together(mode.fn) or (mode.effects and why_not_together() is None)):
+            raise Together
+        failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
+    except Together as need:
+        if not mode.effects:
+            remember_together(mode.fn)
+        if mode.apart:
+            raise
+        failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
+        if taken and not failures:
+            raise RuntimeError(
+                f"{need} is called in some shards, but not always in all of them. All shards must call the same "
+                "collectives in the same order"
+            ) from None
     if failures:
         try:
             raise _noted(failures)
         finally:
             failures.clear()  # the traceback holds this frame: no cycle
+
+
+def _run_apart(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
+    if _may_use_threads(mode, len(tasks)):
+        return run_side_by_side(tasks, slots, mode.fn, take)
+    return _run_in_order(tasks, slots, mode.seed, take)
+
+
+def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
+    side_by_side = mode.executor == "threads" or (mode.executor == "auto" and is_marked(mode.fn))
+    here = mode.effects and mode.seed is None and not side_by_side
+    compiles = may_compile()
+    if compiles and any(is_cold(mode.fn, slot) for slot in slots):
+        side_by_side = False
+    before = compilations()
+    results, failures = run_together(tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here)
+    if compiles:
+        for slot in slots:
+            note(mode.fn, slot, compiled=compilations() != before)
+    for i, result in enumerate(results):
+        take(i, result)
+    return failures
 
 
 def run_all(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode) -> list[Any]:
@@ -140,7 +188,7 @@ def _may_use_threads(mode: Mode, shards: int) -> bool:
 
 def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
     slot, first = failures[0]
-    notes = [str(slot)] + [f"also {other}: {type(error).__name__}: {_text(error)}" for other, error in failures[1:]]
+    notes = [str(slot)] + [f"also {other}: {type(error).__name__}: {text_of(error)}" for other, error in failures[1:]]
     with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
         for note in notes:
             if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
@@ -148,8 +196,4 @@ def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
     return first
 
 
-def _text(error: Exception) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"(its text raises {type(broken).__name__})"
+leave_alone(globals())

@@ -173,4 +173,4 @@ def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
         )
 
 
-leave_alone(globals(), ["_apply_clone", "_apply_module"])
+leave_alone(globals(), ["functional", "_apply_clone", "_apply_module"])

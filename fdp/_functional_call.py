@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fdp._context import EXCLUSIVE, IN_ORDER, be_alone
+from fdp._context import EXCLUSIVE, IN_ORDER, IN_PLACE, be_alone
 from fdp._skeleton import Skeleton
 from fdp._untraced import leave_alone
 
@@ -98,11 +98,12 @@ def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwarg
 def in_place() -> Iterator[None]:
     """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
     with EXCLUSIVE.held():
-        token = IN_ORDER.set(True)
+        tokens = IN_ORDER.set(True), IN_PLACE.set(True)
         try:
             yield
         finally:
-            IN_ORDER.reset(token)
+            IN_ORDER.reset(tokens[0])
+            IN_PLACE.reset(tokens[1])
 
 
 def call_in_place(

@@ -15,6 +15,7 @@ from fdp._context import Slot
 
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
+_TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
 _ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alone
 
 
@@ -73,6 +74,16 @@ def must_run_in_order(fn: Any) -> bool:
 def remember_order(fn: Any) -> None:
     """Keep in mind that `fn` refuses to run beside others."""
     _ORDERED.add(_key(fn))
+
+
+def must_run_together(fn: Any) -> bool:
+    """Whether shards of `fn` have met in collectives."""
+    return len(_TOGETHER) > 0 and _key(fn) in _TOGETHER
+
+
+def remember_together(fn: Any) -> None:
+    """Keep in mind that shards of `fn` meet in collectives."""
+    _TOGETHER.add(_key(fn))
 
 
 def _key(fn: Any) -> Any:

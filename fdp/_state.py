@@ -43,6 +43,24 @@ def is_carried() -> bool:
     )
 
 
+def why_not_together() -> str | None:
+    """What of the caller's settings the slots that run together could not see; None if they see everything.
+
+    They take turns where that matters, so that forward mode and profilers are no obstacle.
+    """
+    if any(not isinstance(mode, DeviceContext) for mode in _function_modes()):
+        return "a mode for torch functions that is active here"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode that is active here, such as FakeTensorMode"
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks for saved tensors that are active here, such as those of activation checkpointing around the call"
+    if torch._C._get_tracing_state() is not None:
+        return "that torch.jit traces here"
+    if any(layer.key() is functorch.TransformType.Functionalize for layer in functorch.get_interpreter_stack() or ()):
+        return "functionalization"
+    return None
+
+
 class Autocast(NamedTuple):
     """The settings of one type of device."""
 

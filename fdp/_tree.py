@@ -95,6 +95,13 @@ def leaves_up_to(structure: optree.PyTreeSpec, tree: Tree) -> list[Tree]:
     return structure.flatten_up_to(tree)
 
 
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """Apply `fn` to all tensors of a tree, in the order of `tensors_in`; everything else stays."""
+    _register_nodes(tree)
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return optree.tree_unflatten(structure, [fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
 def tensors_in(tree: Tree) -> list[torch.Tensor]:
     """All tensors of a tree."""
     return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, torch.Tensor)]

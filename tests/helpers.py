@@ -42,6 +42,8 @@ def many_cores(count: int = 4) -> Iterator[None]:
     """As many shards at once as on a machine with that many cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fdp._threads.cores", lambda: count)
+        patch.setattr("fdp._together.cores", lambda: count)
+        patch.setattr("fdp._executors.may_compile", lambda: False)
         patch.setattr("fdp._threads.may_compile", lambda: False)  # else the first shards may run alone
         yield
 

@@ -54,7 +54,7 @@ def run_python(code: str, timeout: float = 120) -> subprocess.CompletedProcess[s
 
 
 @each_call
-def test_shards_run_side_by_side_and_the_caller_runs_one(call: Callable[..., Any]):
+def test_shards_run_side_by_side(call: Callable[..., Any]):
     meeting, threads = threading.Barrier(4), set()
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,9 @@ def test_shards_run_side_by_side_and_the_caller_runs_one(call: Callable[..., Any
 
     with many_cores():
         call(fn, 4)
-    assert threading.get_ident() in threads
     assert len(threads) == 4
+    if call is not CALLS["parallel_apply"]:  # whose slots may meet, and have threads of their own
+        assert threading.get_ident() in threads
 
 
 @each_call

@@ -11,6 +11,7 @@ from torch import nn
 from fdp._devices import as_device
 from fdp._dims import Plan
 from fdp._executors import Mode, run_all, slots_of
+from fdp._together import Task
 from fdp._tree import tensors_in
 from fdp._typing import DeviceLike
 
@@ -69,8 +70,8 @@ def run_modules(
 ) -> list[Any]:
     """Call each module on its slot; `sizes` are the rows that each has, if they are known."""
     tasks = [
-        functools.partial(_call, *each)
-        for each in zip(range(len(modules)), devices, modules, inputs, kwargs, strict=True)
+        Task(functools.partial(_call, i, device, module), (args, named))
+        for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
     ]
     return run_all(tasks, slots_of(Plan(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
 
@@ -82,7 +83,10 @@ def check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
             raise AssertionError(f"The number of modules {modules} is not equal to the number of {name} {len(values)}")
 
 
-def _call(index: int, device: torch.device, module: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
+def _call(
+    index: int, device: torch.device, module: Callable[..., Any], arguments: tuple[Any, Mapping[str, Any]]
+) -> Any:
+    inputs, kwargs = arguments
     try:
         return module(*inputs, **kwargs) if isinstance(inputs, list | tuple) else module(inputs, **kwargs)
     except Exception as error:

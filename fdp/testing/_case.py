@@ -1,5 +1,6 @@
 """A function and its sample arguments: run on one device, run on slots, and compared."""
 
+import contextvars
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._apply import dp_apply
+from fdp._context import AXES, Axis, Slot
 from fdp._devices import virtual_devices
 from fdp._grad import value_and_grad
 from fdp._tree import flatten
@@ -50,7 +52,10 @@ class Case(NamedTuple):
     def whole(self, places: Sequence[Place]) -> Run:
         """One call on the whole batch."""
         arguments = self.sample.fresh(places)
-        out = self.fn(arguments.params, *arguments.inputs, **arguments.kwargs)
+        context = contextvars.copy_context()
+        slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
+        context.run(AXES.set, (Axis(slot, None),))  # collectives see one slot
+        out = context.run(self.fn, arguments.params, *arguments.inputs, **arguments.kwargs)
         return Run(arguments, self._named(out))
 
     def split(self, slots: int, executor: Executor) -> Run:

@@ -1,0 +1,287 @@
+"""Collectives: what the slots of a call do together, by name, from inside the function that is mapped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._meeting import axis_of, depth, on_tree
+from fdp._operations import Exchange, Extreme, Gather, Permute, Scatter, Sum, from_end
+from fdp._tensor import is_inexact
+from fdp._tree import flatten, map_tensors, unflatten
+from fdp._typing import Tree
+
+
+def axis_index(axis_name: str = "data") -> int:
+    """Which slot of an axis this is.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x + fdp.axis_index(), None, torch.zeros(4), fdp.virtual_devices(2))
+    tensor([0., 0., 1., 1.])
+
+    Args:
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError: This code runs in no call with this name.
+    """
+    return axis_of("axis_index", axis_name).slot.index
+
+
+def axis_size(axis_name: str = "data") -> int:
+    """How many slots of an axis there are; those without rows do not count.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x + fdp.axis_size(), None, torch.zeros(3), fdp.virtual_devices(8))
+    tensor([3., 3., 3.])
+
+    Args:
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError: This code runs in no call with this name.
+    """
+    return axis_of("axis_size", axis_name).slot.count
+
+
+def axis_rows(axis_name: str = "data") -> int:
+    """How many rows this slot has.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x + fdp.axis_rows(), None, torch.zeros(3), fdp.virtual_devices(2))
+    tensor([2., 2., 1.])
+
+    Args:
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError: This code runs in no call with this name.
+        ValueError: Nothing was split, so that there are no rows.
+    """
+    rows = axis_of("axis_rows", axis_name).slot.rows
+    if rows is None:
+        raise ValueError(f"axis_rows: nothing was split along {axis_name!r}, so that slots have no rows")
+    return len(rows)
+
+
+def psum(tree: Tree, axis_name: str = "data") -> Tree:
+    """The sum over all slots, on every slot.
+
+    Its transpose is `psum` again: differentiate the loss of a slot, then sum. To differentiate a summed loss on every
+    slot gives the gradient of all of these losses, which is n times as much.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x / fdp.psum(x.sum()), None, torch.ones(4), fdp.virtual_devices(2))
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+
+    Args:
+        tree: Tensors of the same shapes and dtypes on all slots, and numbers; bools are counted.
+        axis_name: The innermost call with this name.
+
+    Returns:
+        A tree like it.
+
+    Raises:
+        NameError: This code runs in no call with this name.
+        ValueError: Structures, shapes or dtypes differ.
+        RuntimeError: Some slot calls another collective, or ends without calling one.
+    """
+    return on_tree("psum", map_tensors(_countable, tree), axis_name, lambda ndims: Sum())
+
+
+def _countable(x: Tensor) -> Tensor:
+    return x.to(torch.int64) if x.dtype is torch.bool else x
+
+
+def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:
+    """The mean over all slots, on every slot.
+
+    >>> import fdp, torch
+    >>> def center(w, x):
+    ...     return x - fdp.pmean(x.mean(), weight="rows")
+    >>> fdp.dp_apply(center, None, torch.arange(3.), fdp.virtual_devices(2))
+    tensor([-1.,  0.,  1.])
+
+    Args:
+        tree: Floating-point tensors of the same shapes and dtypes on all slots, and numbers.
+        axis_name: The innermost call with this name.
+        weight: What this slot counts: a number, a 0-dim tensor or `"rows"`. A slot of weight 0 contributes nothing,
+            not even a NaN. By default all count the same.
+
+    Returns:
+        A tree like it.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does; ValueError also if all weights are 0.
+        TypeError: An integer tensor.
+    """
+    axis = axis_of("pmean", axis_name)
+    if isinstance(weight, str) and weight == "rows":
+        weight = axis_rows(axis_name)
+    flat = flatten(tree, "tree", where="pmean")
+    wrong = [flat.path(i) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Tensor) and not is_inexact(leaf)]
+    if wrong:
+        raise TypeError(f"pmean: integers have no mean: {', '.join(wrong)}. Use psum, or floats")
+    if weight is None:
+        whole: Any = axis.slot.count
+        shares = flat.leaves
+    else:
+        weight = _countable(weight) if isinstance(weight, Tensor) else weight
+        whole = on_tree("pmean", weight, axis_name, lambda ndims: Sum())
+        if (not isinstance(whole, Tensor) or depth() == 0) and not whole:
+            raise ValueError("pmean: all weights are 0, and the mean over nothing is not defined")
+        shares = [_share(leaf, weight) for leaf in flat.leaves]
+    summed = on_tree("pmean", unflatten(flat.structure, shares), axis_name, lambda ndims: Sum())
+    means = [leaf / whole for leaf in flatten(summed, "tree").leaves]
+    pairs = zip(flat.leaves, means, strict=True)
+    return unflatten(flat.structure, [x.to(leaf.dtype) if isinstance(leaf, Tensor) else x for leaf, x in pairs])
+
+
+def _share(leaf: Any, weight: Any) -> Any:
+    """By selection: NaN times 0 is NaN."""
+    if isinstance(weight, Tensor):
+        if isinstance(leaf, Tensor):
+            return torch.where(weight == 0, torch.zeros_like(leaf), leaf) * weight
+        return leaf * float(weight) if weight else 0.0
+    if weight == 0:
+        return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else 0 * 1.0
+    return leaf * weight
+
+
+def pmax(tree: Tree, axis_name: str = "data") -> Tree:
+    """The largest value over all slots, elementwise; it cannot be differentiated.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x / fdp.pmax(x.max()), None, torch.tensor([1., 2., 4.]), fdp.virtual_devices(3))
+    tensor([0.2500, 0.5000, 1.0000])
+
+    Args:
+        tree: Tensors of the same shapes and dtypes on all slots, and numbers.
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
+    """
+    return on_tree("pmax", tree, axis_name, lambda ndims: Extreme("pmax"))
+
+
+def pmin(tree: Tree, axis_name: str = "data") -> Tree:
+    """The smallest value over all slots, elementwise; it cannot be differentiated.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x - fdp.pmin(x.min()), None, torch.tensor([1., 2., 4.]), fdp.virtual_devices(3))
+    tensor([0., 1., 3.])
+
+    Args:
+        tree: Tensors of the same shapes and dtypes on all slots, and numbers.
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
+    """
+    return on_tree("pmin", tree, axis_name, lambda ndims: Extreme("pmin"))
+
+
+def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool = False) -> Tree:
+    """The tensors of all slots, joined in slot order, on every slot. Its transpose is `psum_scatter`.
+
+    >>> import fdp, torch
+    >>> fdp.dp_apply(lambda w, x: x @ fdp.all_gather(x).T, None, torch.eye(3), fdp.virtual_devices(2))
+    tensor([[1., 0., 0.],
+            [0., 1., 0.],
+            [0., 0., 1.]])
+
+    Args:
+        tree: Tensors of the same dtypes and, but for `dim`, the same shapes on all slots.
+        axis_name: The innermost call with this name.
+        dim: The dimension along which they are joined; they may differ in it.
+        stack: Make `dim` a new dimension, with one entry a slot.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does.
+    """
+
+    def gather(ndims: Sequence[int]) -> Gather:
+        return Gather(from_end(dim, [ndim + stack for ndim in ndims], "all_gather"), stack)
+
+    return on_tree("all_gather", tree, axis_name, gather, numbers=False)
+
+
+def psum_scatter(tree: Tree, axis_name: str = "data", *, dim: int = 0) -> Tree:
+    """The sum over all slots, of which every slot gets a part. Its transpose is `all_gather`.
+
+    >>> import fdp, torch
+    >>> def parts(w, x):
+    ...     return fdp.psum_scatter(w * x[0])
+    >>> fdp.dp_apply(parts, torch.arange(3.0), torch.ones(2, 1), fdp.virtual_devices(2))
+    tensor([0., 2., 4.])
+
+    Args:
+        tree: Tensors of the same shapes and dtypes on all slots.
+        axis_name: The innermost call with this name.
+        dim: The dimension that is split: in parts that differ by at most one, larger first.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does.
+    """
+    return on_tree(
+        "psum_scatter", tree, axis_name, lambda ndims: Scatter(from_end(dim, ndims, "psum_scatter")), numbers=False
+    )
+
+
+def all_to_all(tree: Tree, axis_name: str = "data", *, split_dim: int, concat_dim: int) -> Tree:
+    """Every slot sends a part to every other: what was split along one dimension becomes split along another.
+
+    Its transpose is `all_to_all` with the dimensions exchanged.
+
+    >>> import fdp, torch
+    >>> def columns(w, x):
+    ...     return fdp.all_to_all(x, split_dim=1, concat_dim=0)
+    >>> fdp.dp_apply(columns, None, torch.arange(4).reshape(2, 2), fdp.virtual_devices(2), out_dims=1)
+    tensor([[0, 1],
+            [2, 3]])
+
+    Args:
+        tree: Tensors of the same dtypes and, but for `concat_dim`, the same shapes on all slots.
+        axis_name: The innermost call with this name.
+        split_dim: The dimension that is split: in parts that differ by at most one, larger first.
+        concat_dim: The dimension along which the parts that arrive are joined, in slot order.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does.
+    """
+
+    def exchange(ndims: Sequence[int]) -> Exchange:
+        return Exchange(from_end(split_dim, ndims, "all_to_all"), from_end(concat_dim, ndims, "all_to_all"))
+
+    return on_tree("all_to_all", tree, axis_name, exchange, numbers=False)
+
+
+def ppermute(tree: Tree, perm: Sequence[tuple[int, int]], axis_name: str = "data") -> Tree:
+    """Send the tensors of a slot to another. Its transpose sends them back.
+
+    >>> import fdp, torch
+    >>> def rotate(w, x):
+    ...     n = fdp.axis_size()
+    ...     return fdp.ppermute(x, [(i, (i + 1) % n) for i in range(n)])
+    >>> fdp.dp_apply(rotate, None, torch.arange(3.), fdp.virtual_devices(3))
+    tensor([2., 0., 1.])
+
+    Args:
+        tree: Tensors of the same shapes and dtypes on all slots.
+        perm: Pairs `(from, to)` of slots, in which each is at most once on either side. A slot that nothing is sent to
+            gets zeros.
+        axis_name: The innermost call with this name.
+
+    Raises:
+        NameError, ValueError, RuntimeError: As `psum` does; ValueError also for pairs that are no permutation.
+    """
+    count = axis_of("ppermute", axis_name).slot.count
+    pairs = tuple((int(source), int(target)) for source, target in perm)
+    sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+        raise ValueError(f"ppermute: {list(pairs)} has a slot twice on one side; each sends and receives at most once")
+    if not all(0 <= i < count for i in sources + targets):
+        raise ValueError(f"ppermute: {list(pairs)} names slots that there are not; there are {count}")
+    return on_tree("ppermute", tree, axis_name, lambda ndims: Permute(pairs), numbers=False)

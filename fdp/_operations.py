@@ -1,0 +1,180 @@
+"""Linear operations on the tensors of all slots, each beside its transpose.
+
+An operation is given a list of tensors for each slot, leaf by leaf the same kind. Dims count from the end, so that they
+hold under `vmap`, which adds a dimension in front.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._dims import balanced
+from fdp._tensor import concat, total
+
+Sizes = tuple[int, ...]
+
+
+class Operation:
+    """What the tensors of all slots become; `elementwise` ones may be given several tensors as one."""
+
+    name = ""
+    elementwise = False
+
+    def options(self) -> Any:
+        """What has to be the same on all slots, besides the tensors."""
+        return ()
+
+    def kind(self, x: Tensor, leaf: int) -> Any:
+        """What of a tensor has to be the same on all slots."""
+        return tuple(x.shape), x.dtype
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        """One leaf of each slot: what becomes of it on each slot, all on the device of slot 0."""
+        raise NotImplementedError
+
+    def transpose(self) -> "Operation":
+        """What gradients go through, once `results` has seen the tensors."""
+        raise NotImplementedError
+
+
+class Sum(Operation):
+    name = "psum"
+    elementwise = True
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        return _for_all(total(xs), len(xs))
+
+    def transpose(self) -> Operation:
+        return Sum()
+
+
+class Extreme(Operation):
+    """The largest or smallest value; it has no transpose."""
+
+    elementwise = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        if xs[0].is_complex():
+            raise TypeError(f"{self.name}: complex numbers have no order")
+        reduce = torch.amax if self.name == "pmax" else torch.amin
+        return _for_all(reduce(torch.stack(list(xs)), 0), len(xs))
+
+    def transpose(self) -> Operation:
+        raise RuntimeError(f"{self.name} cannot be differentiated; detach its argument")
+
+
+class Gather(Operation):
+    """All tensors joined, on every slot."""
+
+    name = "all_gather"
+
+    def __init__(self, dims: Sequence[int], stack: bool = False) -> None:
+        self.dims, self.stack = dims, stack
+        self.sizes: dict[int, Sizes] = {}
+
+    def options(self) -> Any:
+        return tuple(self.dims), self.stack
+
+    def kind(self, x: Tensor, leaf: int) -> Any:
+        shape = list(x.shape)
+        if not self.stack:
+            shape[self.dims[leaf]] = -1
+        return tuple(shape), x.dtype
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        dim = self.dims[leaf]
+        self.sizes[leaf] = (1,) * len(xs) if self.stack else tuple(x.shape[dim] for x in xs)
+        joined = torch.stack(list(xs), dim) if self.stack else concat(xs, dim)
+        return _for_all(joined if len(xs) > 1 else joined.clone(), len(xs))
+
+    def transpose(self) -> Operation:
+        return Scatter(self.dims, self.stack, self.sizes)
+
+
+class Scatter(Operation):
+    """A part of the sum for each slot."""
+
+    name = "psum_scatter"
+
+    def __init__(self, dims: Sequence[int], stack: bool = False, sizes: dict[int, Sizes] | None = None) -> None:
+        self.dims, self.stack, self.sizes = dims, stack, sizes
+
+    def options(self) -> Any:
+        return tuple(self.dims), self.stack
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        dim, whole = self.dims[leaf], total(xs)
+        sizes = balanced(whole.shape[dim], len(xs)) if self.sizes is None else self.sizes[leaf]
+        parts = whole.split_with_sizes(sizes, dim)
+        return [part.squeeze(dim) if self.stack else part for part in (part.clone() for part in parts)]
+
+    def transpose(self) -> Operation:
+        return Gather(self.dims, self.stack)
+
+
+class Exchange(Operation):
+    """A part from every slot to every other."""
+
+    name = "all_to_all"
+
+    def __init__(self, split: Sequence[int], join: Sequence[int], sizes: dict[int, list[Sizes]] | None = None) -> None:
+        self.split, self.join, self.sizes = split, join, sizes
+        self.joined: dict[int, list[Sizes]] = {}  # for each slot how much came from every other
+
+    def options(self) -> Any:
+        return tuple(self.split), tuple(self.join)
+
+    def kind(self, x: Tensor, leaf: int) -> Any:
+        shape = list(x.shape)
+        shape[self.join[leaf]] = -1
+        return (tuple(shape) if self.sizes is None else x.ndim), x.dtype
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        split, join, n = self.split[leaf], self.join[leaf], len(xs)
+        sizes = [balanced(x.shape[split], n) for x in xs] if self.sizes is None else self.sizes[leaf]
+        pieces = [x.split_with_sizes(each, split) for x, each in zip(xs, sizes, strict=True)]
+        arrived = [[pieces[i][j] for i in range(n)] for j in range(n)]
+        self.joined[leaf] = [tuple(piece.shape[join] for piece in each) for each in arrived]
+        return [torch.cat(each, join) for each in arrived]
+
+    def transpose(self) -> Operation:
+        return Exchange(self.join, self.split, self.joined)
+
+
+class Permute(Operation):
+    """Every tensor to another slot."""
+
+    name = "ppermute"
+    elementwise = True
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.pairs = pairs
+
+    def options(self) -> Any:
+        return tuple(self.pairs)
+
+    def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
+        sources = {target: source for source, target in self.pairs}
+        return [xs[sources[i]].clone() if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)]
+
+    def transpose(self) -> Operation:
+        return Permute([(target, source) for source, target in self.pairs])
+
+
+def from_end(dim: int, ndims: Sequence[int], name: str) -> list[int]:
+    """A dim for each tensor, counted from the end."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{name}: a dim must be an int, got {dim!r}")
+    if any(not -ndim <= dim < ndim for ndim in ndims):
+        raise ValueError(f"{name}: dim {dim} is out of range for a tensor of {min(ndims)} dimensions")
+    return [dim - ndim if dim >= 0 else dim for ndim in ndims]
+
+
+def _for_all(x: Tensor, count: int) -> list[Tensor]:
+    """For each slot memory of its own: it may write to it."""
+    return [x, *(x.clone() for _ in range(count - 1))]

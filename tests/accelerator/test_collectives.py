@@ -1,0 +1,122 @@
+"""Collectives between devices that are kept apart: where results are, what moves, and state that stays where it is."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fdp
+from fdp.testing._virtual_tensor import record_copies
+from tests.helpers import assert_close_tree, assert_same_tree, numbers
+
+DEVICES = [torch.device("virtual", i) for i in range(4)]
+each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
+
+
+def on_cpu(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.cpu(), tree)
+
+
+@each_executor
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 0, 3), (0, 0, 1)], ids=str)
+def test_results_are_on_the_device_of_their_slot(executor: Any, order: tuple[int, ...]):
+    slots = [DEVICES[i] for i in order]
+    n, x = len(order), numbers(2 * len(order), 3)
+    parts = x.split(2)
+
+    def everything(x: Tensor) -> tuple[Any, ...]:
+        rotate = [(i, (i + 1) % n) for i in range(n)]
+        return (
+            fdp.psum({"x": x}),
+            fdp.pmean(x, weight="rows"),
+            fdp.pmax(x),
+            fdp.all_gather(x),
+            fdp.psum_scatter(fdp.all_gather(x)),
+            fdp.ppermute(x, rotate),
+            fdp.all_to_all(x.expand(n, 2, 3), split_dim=0, concat_dim=1),
+        )
+
+    found = fdp.parallel_apply(everything, fdp.scatter(x, slots), executor=executor)
+    whole = torch.stack(parts).sum(0)
+    for i, device in enumerate(slots):
+        got = [each[i] for each in found]
+        assert {leaf.device for leaf in tree_leaves(got)} == {device}
+        want = [
+            {"x": whole},
+            whole / n,
+            torch.stack(parts).amax(0),
+            x,
+            n * parts[i],
+            parts[i - 1],
+            torch.cat(parts)[None],
+        ]
+        assert_close_tree(on_cpu(got), want)
+
+
+@each_executor
+def test_gradients_inside_and_outside(executor: Any):
+    w, x = numbers(3), numbers(7, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        z = (x * w).sum(0)
+        return (fdp.psum(z).sin() * z).sum()
+
+    def whole(w: Tensor, x: Tensor, sizes: Any = (2, 2, 2, 1)) -> Tensor:
+        zs = [(part * w).sum(0) for part in x.split(sizes)]
+        return (torch.stack(zs).sum(0).sin() * torch.stack(zs)).sum()
+
+    call = fdp.shard_map(loss, devices=DEVICES, in_dims=(None, 0), out_dims="sum", executor=executor)
+    a, b = w.to(DEVICES[0]).requires_grad_(), x.to(DEVICES[0]).requires_grad_()
+    got = torch.autograd.grad(call(a, b), (a, b))
+    assert {grad.device for grad in got} == {DEVICES[0]}
+    want = torch.func.grad(whole, argnums=(0, 1))(w, x)
+    assert_close_tree(on_cpu(list(got)), list(want))
+    value, grads = fdp.value_and_grad(loss, devices=DEVICES, reduction="sum", executor=executor)(a.detach(), b.detach())
+    assert_close_tree(on_cpu([value, grads]), [whole(w, x), want[0]])
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+@each_executor
+def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(executor: Any):
+    apply, (params, _) = fdp.functional(network())
+    x, y = numbers(7, 3), numbers(7, 2)
+
+    def step(params: Any, batch: Any) -> Any:
+        x, y = batch
+
+        def loss(params: Any) -> Tensor:
+            return (apply((params, {}), x)[0] - y).square().sum(1).mean()
+
+        grads = fdp.pmean(torch.func.grad(loss)(params), weight="rows")
+        return {name: param - 0.1 * grads[name] for name, param in params.items()}, loss(params)
+
+    state, moved = fdp.replicate(params, DEVICES), []
+    for _ in range(100):
+        batch = fdp.scatter((x, y), DEVICES)
+        with record_copies() as log:
+            state, _ = fdp.parallel_apply(step, state, batch, executor=executor)
+        moved = [copied.nbytes for copied in log]
+    nbytes = sum(param.nbytes for param in params.values())
+    assert sum(moved) <= 2 * 3 * nbytes + 200  # sums to slot 0 and back; some numbers
+    one = {name: param.clone() for name, param in params.items()}
+    for _ in range(100):
+        loss = lambda one: (apply((one, {}), x)[0] - y).square().sum(1).mean()  # noqa: E731
+        grads = torch.func.grad(loss)(one)
+        one = {name: param - 0.1 * grads[name] for name, param in one.items()}
+    for shard in state.shards[1:]:
+        assert_same_tree(on_cpu(shard), on_cpu(state[0]))
+    assert_close_tree(on_cpu(state[0]), one)
+
+
+def test_transfers_name_what_is_exchanged():
+    batch = fdp.scatter(numbers(4, 3), DEVICES[:2])
+    with fdp.transfers() as log:
+        fdp.parallel_apply(fdp.psum, batch)
+    assert {transfer.path for transfer in log} == {"psum[0]"}
+    assert sum(transfer.nbytes for transfer in log) == 2 * batch[0].nbytes

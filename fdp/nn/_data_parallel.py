@@ -21,6 +21,7 @@ from fdp.nn._loan import Loan, current_loan, lending
 from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
 from fdp.nn._replicate import replicate
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
+from fdp.nn._sync_batch_norm import SyncBatchNorm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -183,7 +184,8 @@ class DataParallel(nn.Module, Generic[M]):
         executor = self._executor if loan.may_use_threads(replicas) else "sequential"
         own = functools.partial(self.module)
         mark(own)
-        return run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own))
+        meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
+        return run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own, effects=meets))
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""

@@ -1,0 +1,259 @@
+"""Batch norm with the statistics of all slots."""
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_gradtrackingtensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from fdp._collectives import psum
+from fdp._context import AXES
+from fdp._tensor import accumulator
+from fdp._untraced import leave_all_alone
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose statistics are those of the rows of all slots: `torch.nn.BatchNorm1d`, `2d` and `3d` in one.
+
+    With `apply, state = functional(network)`, outputs, gradients and new buffers are those of one device:
+    `dp_apply(apply, state, x, devices) == apply(state, x)`, for any split.
+
+    >>> import fdp, torch
+    >>> apply, state = fdp.functional(fdp.nn.SyncBatchNorm(1, affine=False))
+    >>> x = torch.tensor([[1.0], [2.0], [6.0]])
+    >>> out, buffers = fdp.dp_apply(apply, state, x, fdp.virtual_devices(2))
+    >>> torch.allclose(out, torch.nn.functional.batch_norm(x, None, None, training=True))
+    True
+    >>> buffers["running_mean"], buffers["running_var"]  # 0.9 times the first and 0.1 times these: 3 and 7
+    (tensor([0.3000]), tensor([1.6000]))
+
+    Counts, sums and centred sums of squares are summed over the slots by `psum`, where the module is in training or has
+    no running statistics; half precision is summed in float32. Slots without rows contribute nothing. Elsewhere, and
+    where no mapped call has the name, it is an ordinary batch norm. So is a call with another `axis_name`: the names
+    must agree. With microbatches, the statistics are those of one microbatch of each slot.
+
+    New running statistics are put in place of the old ones, which are not written to: `functional` returns them, and
+    module that is called inside `torch.func.grad` keeps them; under `vmap` call it through `functional`. State dicts
+    are those of `torch.nn.BatchNorm1d`. In training `torch.compile` breaks its graph here: compiled code sees no slots.
+
+    Args:
+        num_features: Channels: dimension 1 of inputs, which are `(rows, channels, ...)`.
+        eps, momentum, affine, track_running_stats, device, dtype, bias: As in `torch.nn.BatchNorm1d`.
+        axis_name: The calls over whose slots statistics are, the innermost with this name.
+
+    Returns:
+        From calls: a tensor like the input.
+
+    Raises:
+        ValueError: From calls: fewer than two dimensions, another number of channels, or in training a single value a
+            channel on all slots together.
+        TypeError: From calls: an input that is not floating-point.
+        RuntimeError: From calls: what `psum` raises.
+
+    torch's own class of this name is for distributed processes with a GPU each:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        axis_name: str = "data",
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
+        self.axis_name = axis_name
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each channel."""
+        self._check_input_dim(input)
+        mean, var = self.running_mean, self.running_var
+        if not self.training and not (mean is None and var is None):
+            return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        shared = self._is_shared()
+        if shared or torch._C._are_functorch_transforms_active():  # torch's kernel writes to statistics, in no vmap
+            return self._over_slots(input, shared)
+        return self._alone(input)
+
+    def extra_repr(self) -> str:
+        """What the constructor was given."""
+        return f"{super().extra_repr()}, axis_name={self.axis_name!r}"
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"SyncBatchNorm: expected at least 2 dimensions, (rows, channels, ...), got {input.ndim}")
+        if input.shape[1] != self.num_features:  # a single channel would broadcast, and nobody notice
+            raise ValueError(f"SyncBatchNorm: expected {self.num_features} channels, got input size {input.shape}")
+        if not input.is_floating_point():
+            raise TypeError(f"SyncBatchNorm: expected a floating-point input, got {input.dtype}")
+
+    def _is_shared(self) -> bool:
+        """Whether other slots have rows of the batch."""
+        axis = next((axis for axis in reversed(AXES.get()) if axis.slot.axis_name == self.axis_name), None)
+        return axis is not None and axis.slot.count > 1
+
+    def _alone(self, input: Tensor) -> Tensor:
+        """Torch's own batch norm, which writes to copies of the running statistics."""
+        with _outside_inference():
+            mean, var = (None if old is None else old.clone() for old in self._tracked())
+            batches = self._batches()
+        factor = float(self._factor(batches, accumulator(input.dtype)))
+        out = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
+        self._rebind(mean, var, batches)
+        return out
+
+    def _over_slots(self, input: Tensor, shared: bool) -> Tensor:
+        """Means first, then squares around them: sums of plain squares of large numbers would lose how they differ.
+
+        The two-pass algorithm of Chan, Golub and LeVeque, https://www.jstor.org/stable/2683386
+        """
+        x = input.to(accumulator(input.dtype))
+        dims = [0, *range(2, x.ndim)]
+        own = math.prod(x.shape[dim] for dim in dims)
+        sums = x.sum(dims, keepdim=True)  # (1, channels, 1, ...)
+        count, sums = psum((own, sums), self.axis_name) if shared else (own, sums)
+        if count == 0:
+            return self._alone(input)
+        if count == 1:
+            where = ", and one value in all slots" if shared else ""
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape}{where}"
+            )
+        mean = sums / count
+        centred = x - mean
+        squares = centred.square().sum(dims, keepdim=True)
+        squares = psum(squares, self.axis_name) if shared else squares
+        out = centred * (squares / count + self.eps).rsqrt()
+        if self.weight is not None:
+            out = out * self.weight.to(out.dtype).reshape(mean.shape)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype).reshape(mean.shape)
+        self._track(mean.detach().flatten(), squares.detach().flatten() / (count - 1))
+        return out.to(input.dtype)
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards those of a batch."""
+        with _outside_inference():
+            batches = self._batches()
+            factor = self._factor(batches, mean.dtype)
+            old_mean, old_var = self._tracked()
+            self._rebind(_between(old_mean, mean, factor), _between(old_var, var, factor), batches)
+
+    def _tracked(self) -> tuple[Tensor | None, Tensor | None]:
+        """The running statistics that this call moves."""
+        return (self.running_mean, self.running_var) if self.training and self.track_running_stats else (None, None)
+
+    def _batches(self) -> Tensor | None:
+        """How many batches there are with this one, None if it does not count."""
+        count = self.num_batches_tracked
+        return count + 1 if self.training and self.track_running_stats and count is not None else None
+
+    def _factor(self, batches: Tensor | None, dtype: torch.dtype) -> Tensor | float:
+        """The share of a batch in the running statistics."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if batches is None else 1 / batches.to(dtype)
+
+    def _rebind(self, mean: Tensor | None, var: Tensor | None, batches: Tensor | None) -> None:
+        for name, new in (("running_mean", mean), ("running_var", var), ("num_batches_tracked", batches)):
+            if new is not None:
+                setattr(self, name, _unwrapped(new))
+
+
+def _between(old: Tensor | None, new: Tensor, factor: Tensor | float) -> Tensor | None:
+    return None if old is None else (old + (new - old) * factor).to(old.dtype)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What a tensor is after the transforms of torch.func that differentiate here, which it has no part in."""
+    while is_gradtrackingtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Statistics outlive the call: a later one may need gradients through them."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def convert_sync_batchnorm(module: M, axis_name: str = "data") -> M:
+    """Copy a module with a `SyncBatchNorm` in place of each `torch.nn.BatchNorm1d`, `2d` and `3d`.
+
+    On one device the copy computes what the module does.
+
+    >>> import torch
+    >>> from fdp.nn import convert_sync_batchnorm
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    >>> convert_sync_batchnorm(network)
+    Sequential(
+      (0): Linear(in_features=2, out_features=3, bias=True)
+      (1): SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True, axis_name='data')
+    )
+    >>> type(network[1]).__name__
+    'BatchNorm1d'
+
+    Args:
+        module: The module, which stays as it is.
+        axis_name: As in `SyncBatchNorm`.
+
+    Returns:
+        A deep copy, with parameters and buffers of its own: make the optimizer afterwards. Names, modes, hooks,
+        `requires_grad`, dtypes, devices and what is shared inside are those of the module.
+
+    Raises:
+        TypeError: Not a module, or a batch norm with a forward or parametrizations of its own.
+        ValueError: A lazy batch norm that has not seen an input.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_sync_batchnorm: expected a torch.nn.Module, got {type(module).__name__}")
+    found = {name or "module": part for name, part in module.named_modules() if isinstance(part, _CONVERTED)}
+    lazy = [name or "module" for name, part in module.named_modules() if _is_lazy(part)]
+    if lazy:
+        raise ValueError(
+            f"convert_sync_batchnorm: {', '.join(lazy)}: lazy, without a shape yet; run a dummy forward first: "
+            "module(example)"
+        )
+    own = [f"{name} ({type(part).__name__})" for name, part in found.items() if not _is_plain(part)]
+    if own:
+        raise TypeError(
+            f"convert_sync_batchnorm: {', '.join(own)}: no SyncBatchNorm does what a batch norm with a forward or "
+            "parametrizations of its own does. Derive its class from fdp.nn.SyncBatchNorm"
+        )
+    copied = copy.deepcopy(module)
+    replaced: list[Any] = [part for part in copied.modules() if isinstance(part, _CONVERTED)]
+    for part in replaced:
+        part.__class__ = SyncBatchNorm  # the object stays: hooks and other modules may hold it
+        part.axis_name = axis_name
+    return copied
+
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    return type(part).forward is _BatchNorm.forward and not parametrize.is_parametrized(part)
+
+
+def _is_lazy(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and isinstance(part, LazyModuleMixin)
+
+
+leave_all_alone(SyncBatchNorm.forward)  # compiled code cannot see which slot it runs in

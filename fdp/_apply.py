@@ -62,8 +62,8 @@ def dp_apply(
             as many at once as there are cores. `"auto"`: threads if `fn` is known to be safe in them, because
             `functional` made it or `thread_safe` marks it, and no transform of torch.func is active.
         seed: Give slot i the random numbers of `fold_in(seed, i)`, and leave the caller's generators alone. Seeded
-            shards run one after the other.
-        axis_name: Name of this set of slots, for messages where calls nest.
+            shards take turns.
+        axis_name: Name of this set of slots, for collectives and messages where calls nest.
 
     Returns:
         What `fn` returns on one device. With one slot its tensors are returned without a copy.

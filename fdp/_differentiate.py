@@ -150,13 +150,19 @@ class Differentiation:
             ]
             return run(tasks, slots, mode, take)
         forwards = [Task(functools.partial(forward, problem, attached=attached), shard) for shard in call.shards]
+        taken = False
         try:
             for batch in _rounds(call.plan.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
                 results = joint(self.where, losses, [shares[i] for i in batch], graph)[::-1]
+                taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
-        except Together:  # one backward for all would wait for itself
+        except Together as need:  # one backward for all would wait for itself
+            if taken:
+                raise RuntimeError(
+                    f"{self.where}: {need} is called in some microbatches and not in the first"
+                ) from None
             self._run(problem, call, shares, take)
 
     def _alone(self, problem: Problem, attached: bool, share: float, create_graph: bool | None, shard: Shard) -> Result:

@@ -107,7 +107,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
         return
     taken: list[int] = []
     try:
-        if slots[0].count > 1 and (must_run_together(mode.fn) or (mode.effects and why_not_together() is None)):
+        if slots[0].count > 1 and (must_run_together(mode.fn) or mode.effects) and why_not_together() is None:
             raise Together
         failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
     except Together as need:

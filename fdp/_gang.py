@@ -272,7 +272,7 @@ class _Run:
     def leave_seed(self) -> None:
         """Move the caller's generator if slots have drawn: the next call is to draw something else."""
         if self._has_taken and any(random.has_drawn() for random in self._randoms):
-            torch.rand(())
+            torch.rand((), device="cpu")  # whatever the default device is
 
     def serve_here(self) -> None:
         """Slot 0, in the calling thread."""

@@ -90,7 +90,9 @@ def _key(fn: Any) -> Any:
     """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    key = fn if hasattr(fn, "_torchdynamo_orig_callable") else getattr(fn, "__code__", fn)
+    # What `functional` makes has the same code for every module.
+    own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == "fdp._functional"
+    key = fn if own else getattr(fn, "__code__", fn)
     try:
         hash(weakref.ref(key))
     except TypeError:  # an object without a hash, or that nothing can refer to weakly

@@ -83,8 +83,7 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
                 "outside too, is not supported. Transform on one side only"
             )
         found, _ = _meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
-        fenced = Fence.apply(gang.token, *found)
-        return list(fenced) if isinstance(fenced, tuple) else [fenced]
+        return Fence.apply(gang.token, *found)
     if is_forward_mode():
         raise RuntimeError(
             f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
@@ -98,8 +97,12 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
     if not is_differentiated:
         return found
     # On all slots, if on one: a gradient meets the others as the collective did.
-    own = [x.detach().requires_grad_() if is_inexact(x) and not x.requires_grad else x for x in tensors]
-    return Known.apply(handle, operation, found, *own)
+    return Known.apply(handle, operation, found, *_attached(tensors))
+
+
+def _attached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, as leaves where they have no part in a gradient yet."""
+    return [x.detach().requires_grad_() if is_inexact(x) and not x.requires_grad else x for x in tensors]
 
 
 def _inside(axis: Axis) -> tuple[int, ...]:
@@ -273,49 +276,42 @@ class Known(torch.autograd.Function):
         operation = ctx.operation.transpose()
         found, is_differentiated = _meet(gang, index, gang.number(index, back.key), operation, grads, back.same)
         if is_differentiated:
-            own = [g if g.requires_grad else g.detach().requires_grad_() for g in grads]
-            found = Known.apply(back, operation, found, *own)
+            found = Known.apply(back, operation, found, *_attached(grads))
         return None, None, None, *found
 
 
-class Undifferentiable(torch.autograd.Function):
-    """Nothing, but that it has no gradient."""
+class Identity(torch.autograd.Function):
+    """The tensors as they are, with something that the gradient is to know."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, *tensors: Tensor) -> Any:
+    def forward(known: Any, *tensors: Tensor) -> Any:
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name, *_ = inputs
+        ctx.known, *_ = inputs
+
+
+class Undifferentiable(Identity):
+    """What has no gradient, by the name of the collective."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"{ctx.name} cannot be differentiated; detach its argument")
+        raise RuntimeError(f"{ctx.known} cannot be differentiated; detach its argument")
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"{ctx.name} cannot be differentiated; detach its argument")
+        raise RuntimeError(f"{ctx.known} cannot be differentiated; detach its argument")
 
 
-class Fence(torch.autograd.Function):
-    """Nothing, but that no gradient goes through it while the slots run: the graph behind it is that of all of them."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(token: object, *tensors: Tensor) -> Any:
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.token, *_ = inputs
+class Fence(Identity):
+    """No gradient goes through while the slots of a call run: the graph behind it is that of all of them."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if any(axis.gang is not None and axis.gang.token is ctx.token for axis in AXES.get()):
+        if any(axis.gang is not None and axis.gang.token is ctx.known for axis in AXES.get()):
             raise RuntimeError(
                 "a gradient was asked for inside a mapped function, through a collective, while the call is "
                 "transformed by torch.func from outside, which is not supported. Transform on one side only"

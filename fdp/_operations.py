@@ -4,6 +4,7 @@ An operation is given a list of tensors for each slot, leaf by leaf the same kin
 hold under `vmap`, which adds a dimension in front.
 """
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from fdp._tensor import concat, total
 Sizes = tuple[int, ...]
 
 
-class Operation:
+class Operation(abc.ABC):
     """What the tensors of all slots become; `elementwise` ones may be given several tensors as one."""
 
     name = ""
@@ -30,13 +31,13 @@ class Operation:
         """What of a tensor has to be the same on all slots."""
         return tuple(x.shape), x.dtype
 
+    @abc.abstractmethod
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         """One leaf of each slot: what becomes of it on each slot, all on the device of slot 0."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def transpose(self) -> "Operation":
         """What gradients go through, once `results` has seen the tensors."""
-        raise NotImplementedError
 
 
 class Sum(Operation):

@@ -43,7 +43,8 @@ def isolated(tree: Tree) -> tuple[Tree, Ends]:
             ends.inner.append(made[id(tensor)])
         return made[id(tensor)]
 
-    return map_tensors(isolate, tree), ends
+    new = map_tensors(isolate, tree)
+    return (new, ends) if ends.outer else (tree, ends)  # containers stay the same objects if they can
 
 
 def stitched(results: Sequence[Tree], ends: Sequence[Ends], run_all: RunAll) -> list[Tree]:
@@ -145,6 +146,7 @@ def _captured(outs: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
     """Leaves of the caller's that a slot depends on without having been given them."""
     own, found = {id(x) for x in inner}, dict[int, Tensor]()
     stack, seen = [x.grad_fn for x in outs], set()
+    found |= {id(x): x for x in outs if x.is_leaf and id(x) not in own}  # returned as it was found
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -1365,3 +1365,74 @@ def test_a_thread_of_the_users_own():
 
     with contextlib.suppress(RuntimeError):
         everywhere(fn, n=2)
+
+
+# ---------------------------------------------------------------- corners
+
+
+@each_executor
+def test_a_leaf_that_is_returned_as_it_is_keeps_its_gradient(executor: Any):
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    v = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+
+    def fn(params: Any, x: Tensor) -> Any:
+        return fdp.psum((params["v"] * x).sum()) * x, params["w"]
+
+    devices = fdp.virtual_devices(2)
+    for _ in range(2):
+        _, out = fdp.dp_apply(fn, {"v": v, "w": w}, X, devices, out_dims=(0, "sum"), executor=executor)
+        assert torch.autograd.grad(3 * out, w)[0] == 6
+
+
+@each_executor
+def test_double_backward_beside_integers(executor: Any):
+    x = torch.arange(1.0, 5.0, dtype=torch.float64)
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        found = fdp.psum({"rows": torch.tensor(len(x)), "squares": (w * x).sum() ** 2})
+        return found["squares"] * found["rows"] * x
+
+    out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), executor=executor).sum()  # 58 w^2 * 4 * 10
+    (grad,) = torch.autograd.grad(out, w, create_graph=True)
+    assert_close_tree([grad, torch.autograd.grad(grad, w)[0]], [2 * 2320 * w, torch.tensor(4640.0).double()])
+
+
+@pytest.mark.parametrize("around", [torch.device("meta"), torch.device("cpu")], ids=str)
+def test_calls_draw_anew_whatever_the_default_device_is(around: torch.device):
+    def drop(w: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5) + 0 * fdp.psum(x.sum())
+
+    x = torch.ones(64)
+    with around:
+        one, other = (fdp.dp_apply(drop, None, x, fdp.virtual_devices(2)) for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_modules_are_told_apart():
+    """That one of them meets does not bring the others together."""
+
+    class Meets(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / fdp.psum(x.sum())
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    x, devices = torch.ones(4, 2), fdp.virtual_devices(2)
+    meets, state = fdp.functional(Meets())
+    fdp.dp_apply(meets, state, x, devices)
+    plain, state = fdp.functional(torch.nn.Linear(2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):  # under which slots cannot run together
+        assert fdp.dp_apply(plain, state, x, devices)[0].shape == (4, 2)
+        with pytest.raises(RuntimeError, match=r"collectives need a thread for each slot.*hooks for saved tensors"):
+            fdp.dp_apply(meets, fdp.functional(Meets())[1], x, devices)
+
+
+def test_a_slot_that_counts_nothing_has_no_backward_to_meet():
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return fdp.psum((w * x).sum())
+
+    call = fdp.grad(loss, devices=fdp.virtual_devices(2), count=lambda w, x: float(x[0] > 2))
+    with pytest.raises(RuntimeError, match="psum in shard 1 waits in vain: shard 0 has returned"):
+        call(torch.ones(()), torch.arange(1.0, 5.0))

@@ -120,3 +120,13 @@ def test_transfers_name_what_is_exchanged():
         fdp.parallel_apply(fdp.psum, batch)
     assert {transfer.path for transfer in log} == {"psum[0]"}
     assert sum(transfer.nbytes for transfer in log) == 2 * batch[0].nbytes
+
+
+def test_a_collective_that_only_a_later_microbatch_calls():
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        value = (w * x).mean()
+        return fdp.psum(value) if x[0, 0].item() % 2 else value
+
+    x = torch.arange(4.0).reshape(4, 1).to(DEVICES[0])  # the pieces of a slot begin with an even and an odd number
+    with pytest.raises(RuntimeError, match="psum is called in some microbatches and not in the first"):
+        fdp.grad(loss, devices=DEVICES[:2], microbatches=2)(torch.ones((), device=DEVICES[0]), x)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._meeting import axis_of, depth, on_tree
+from fdp._exchange import on_tree
+from fdp._meeting import axis_of, depth
 from fdp._operations import Exchange, Extreme, Gather, Permute, Scatter, Sum, from_end
 from fdp._tensor import is_inexact
 from fdp._tree import flatten, map_tensors, unflatten

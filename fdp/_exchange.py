@@ -1,0 +1,87 @@
+"""A collective over a tree: which way it takes, with what can be differentiated through it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fdp._context import Axis
+from fdp._gang import What
+from fdp._guards import is_forward_mode
+from fdp._linear import Fence, Handle, Known, Linear, Undifferentiable, attached
+from fdp._meeting import axis_of, depth, gang_of, inside, meet
+from fdp._operations import Extreme, Operation
+from fdp._tree import flatten, unflatten
+from fdp._typing import Tree
+
+
+def on_tree(
+    where: str, tree: Tree, axis_name: str, make: Callable[[Sequence[int]], Operation], *, numbers: bool = True
+) -> Tree:
+    """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
+    axis = axis_of(where, axis_name)
+    flat = flatten(tree, "tree", where=where)
+    kinds = (Tensor, int, float) if numbers else (Tensor,)
+    wrong = [flat.path(i) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
+    if wrong:
+        kind = "tensors and numbers" if numbers else "tensors"
+        raise TypeError(f"{where}: only {kind} can be exchanged, not {', '.join(wrong)}")
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    operation = make([tensor.ndim for tensor in tensors])
+    operation.name = where
+    same = flat.structure, [isinstance(x, Tensor) for x in flat.leaves], operation.options()
+    found = iter(_exchange(axis, operation, tensors, same))
+    plain = [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
+    rest = iter(_of_numbers(axis, where, plain, same))
+    return unflatten(flat.structure, [next(found) if isinstance(leaf, Tensor) else next(rest) for leaf in flat.leaves])
+
+
+def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[Any]:
+    reduce: Callable[[Any], Any] = {"psum": sum, "pmax": max, "pmin": min}.get(where, sum)
+    if not numbers or axis.slot.count == 1:
+        return numbers
+
+    def combine(values: list[list[Any]]) -> list[list[Any]]:
+        return [[reduce(column) for column in zip(*values, strict=True)]] * len(values)
+
+    gang = gang_of(axis, where)
+    index = axis.slot.index
+    key = gang.number(index, gang.number(index, ("forward", inside(axis))))
+    what = What(
+        where, ("numbers", same), lambda: f"{len(numbers)} numbers as {str(same[0]).removeprefix('PyTreeSpec')}"
+    )
+    return gang.meet(index, key, what, numbers, combine)
+
+
+def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any) -> Sequence[Tensor]:
+    if not tensors:
+        return ()
+    if isinstance(operation, Extreme):
+        tensors = list(Undifferentiable.apply(operation.name, *tensors))
+    if axis.slot.count == 1:
+        found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
+        return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several
+    gang = gang_of(axis, operation.name)
+    index, forward = axis.slot.index, ("forward", inside(axis))
+    if gang.settings.joint:
+        if depth() > gang.settings.depth:
+            raise RuntimeError(
+                f"{operation.name}: inside a transform of torch.func, in a function whose call is transformed from "
+                "outside too, is not supported. Transform on one side only"
+            )
+        found, _ = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
+        return Fence.apply(gang.token, *found)
+    if is_forward_mode():
+        raise RuntimeError(
+            f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
+            "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
+        )
+    key = gang.number(index, forward)
+    handle = Handle(gang.token, key, same)
+    if depth() > 0:
+        return Linear.apply(handle, operation, *tensors)
+    found, is_differentiated = meet(gang, index, gang.number(index, key), operation, tensors, same)
+    if not is_differentiated:
+        return found
+    # On all slots, if on one: a gradient meets the others as the collective did.
+    return Known.apply(handle, operation, found, *attached(tensors))

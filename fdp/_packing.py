@@ -1,0 +1,38 @@
+"""Many small tensors as one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+_SMALL = 2**16  # bytes
+
+
+def layout_of(tensors: Sequence[Tensor]) -> list[list[int]] | None:
+    """Which small tensors travel as one: groups of the same dtype and device. None if there are none."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(tensors):
+        small = x.layout is torch.strided and x.nbytes < _SMALL
+        groups.setdefault((x.dtype, x.device) if small else i, []).append(i)
+    return None if len(groups) == len(tensors) else list(groups.values())
+
+
+def packed(tensors: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
+    """One tensor for each group."""
+    return [
+        tensors[group[0]] if len(group) == 1 else _flatten_dense_tensors([tensors[i] for i in group])
+        for group in layout
+    ]
+
+
+def unpacked(packed: Sequence[Tensor], like: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
+    """Inverse of `packed`; the tensors are shaped as those that they are `like`."""
+    found: list[Any] = [None] * len(like)
+    for group, x in zip(layout, packed, strict=True):
+        parts = [x] if len(group) == 1 else _unflatten_dense_tensors(x, [like[i] for i in group])
+        for i, part in zip(group, parts, strict=True):
+            # `.data`: each has a version of its own, so that a write to one is none to the others.
+            found[i] = part if part is x else part.data
+    return found

@@ -57,7 +57,10 @@ class Gang:
         return key, self._met[index][key]
 
     def meet(self, index: int, key: Any, what: What, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait until all slots are here with the same; the last one combines their values to one for each."""
+        """Wait until all slots are here with the same; slot 0 combines their values to one for each.
+
+        Always the same slot: it is the calling thread, or one of few, and memory that a thread has freed serves it again.
+        """
         member = MEMBER.get()
         if member is None:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
@@ -68,17 +71,19 @@ class Gang:
             meeting = self._meetings.setdefault(key, _Meeting(self))
             wait = meeting.come(index, what, value)
             complete = len(meeting.values) == len(self.slots)
-            if complete:
-                del self._meetings[key]
-            elif any(other not in meeting.values for other in self._ended):
+            if any(other in meeting.missing() for other in self._ended):
                 wait.error = meeting.explain(index)
         if wait.error is not None:
             wait.explain = None
             raise wait.error
-        if complete:
-            meeting.conclude(combine)
-        else:
+        if complete and index != 0:
+            self.turns.resolve([meeting.waits[0]])
+        if not complete or index != 0:
             member.wait(wait)
+        if index == 0:
+            with self._lock:
+                del self._meetings[key]
+            meeting.conclude(combine)
         return meeting.results[index]
 
     def end(self, index: int, how: str) -> None:
@@ -87,9 +92,9 @@ class Gang:
             self._ended[index] = how
             vain = []
             for meeting in self._meetings.values():
-                if index not in meeting.values:
+                if index in meeting.missing():
                     for other, wait in meeting.waits.items():
-                        if not wait.is_over:
+                        if other != index and not wait.is_over:
                             wait.error = meeting.explain(other)
                             vain.append(wait)
         self.turns.resolve(vain)
@@ -115,6 +120,11 @@ class _Meeting:
         self.waits: dict[int, Wait] = {}
         self.results: list[Any] = []
 
+    def missing(self) -> list[int]:
+        """Without whom it cannot be concluded."""
+        absent = [i for i in range(len(self._gang.slots)) if i not in self.values]
+        return absent or [0]
+
     def come(self, index: int, what: What, value: Any) -> Wait:
         self.values[index], self.whats[index] = value, what
         return self.waits.setdefault(index, Wait(lambda: self.explain(index)))
@@ -134,9 +144,8 @@ class _Meeting:
 
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""
-        missing = [i for i in range(len(self._gang.slots)) if i not in self.whats]
         return Abandoned(
-            f"{self.whats[index].name} in shard {index} waits in vain: {self._gang.where(missing)}. All shards must "
+            f"{self.whats[index].name} in shard {index} waits in vain: {self._gang.where(self.missing())}. All shards must "
             "call the same collectives in the same order"
         )
 

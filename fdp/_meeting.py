@@ -77,9 +77,11 @@ def meet(
         operations, columns, needed = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
         for leaf, xs in enumerate(zip(*columns, strict=True)):
-            made = operations[0].results([copy(x, devices[0], names, leaf) for x in xs], leaf)
+            made = operations[0].results(_Moved(xs, devices[0], names, leaf), leaf)
+            seen = {id(x) for x in xs}
             for result, x, device in zip(results, made, devices, strict=True):
-                result.append(copy(x, device, names, leaf))
+                result.append(copy(x, device, names, leaf, always=id(x) in seen))  # each slot may write to its own
+                seen.add(id(x))
         for other in operations[1:]:
             vars(other).update(vars(operations[0]))  # the sizes that it has seen
         return [(result, any(needed)) for result in results]
@@ -90,6 +92,19 @@ def meet(
 
 
 OF = "gradient of"
+
+
+class _Moved(Sequence[Tensor]):
+    """The tensors of a leaf on the first device: each when it is asked for, so that few are there at a time."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, names: "_Leaves", leaf: int) -> None:
+        self._tensors, self._device, self._names, self._leaf = tensors, device, names, leaf
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return copy(self._tensors[index], self._device, self._names, self._leaf)
 
 
 class _Leaves(NamedTuple):

@@ -33,7 +33,10 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        """One leaf of each slot: what becomes of it on each slot, all on the device of slot 0."""
+        """One leaf of each slot: what becomes of it on each slot, all on the device of slot 0.
+
+        `xs` brings each there when it is asked for. Slots may be given the same tensor.
+        """
 
     @abc.abstractmethod
     def transpose(self) -> "Operation":
@@ -45,7 +48,7 @@ class Sum(Operation):
     elementwise = True
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        return _for_all(total(xs), len(xs))
+        return [total(xs)] * len(xs)
 
     def transpose(self) -> Operation:
         return Sum()
@@ -63,7 +66,7 @@ class Extreme(Operation):
         if xs[0].is_complex():
             raise TypeError(f"{self.name}: complex numbers have no order")
         reduce = torch.amax if self.name == "pmax" else torch.amin
-        return _for_all(reduce(torch.stack(list(xs)), 0), len(xs))
+        return [reduce(torch.stack(list(xs)), 0)] * len(xs)
 
     def transpose(self) -> Operation:
         raise RuntimeError(f"{self.name} cannot be differentiated; detach its argument")
@@ -89,9 +92,10 @@ class Gather(Operation):
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         dim = self.dims[leaf]
-        self.sizes[leaf] = (1,) * len(xs) if self.stack else tuple(x.shape[dim] for x in xs)
-        joined = torch.stack(list(xs), dim) if self.stack else concat(xs, dim)
-        return _for_all(joined if len(xs) > 1 else joined.clone(), len(xs))
+        moved = list(xs)
+        self.sizes[leaf] = (1,) * len(moved) if self.stack else tuple(x.shape[dim] for x in moved)
+        joined = torch.stack(moved, dim) if self.stack else concat(moved, dim)
+        return [joined] * len(moved)
 
     def transpose(self) -> Operation:
         return Scatter(self.dims, self.stack, self.sizes)
@@ -136,7 +140,7 @@ class Exchange(Operation):
         return (tuple(shape) if self.sizes is None else x.ndim), x.dtype
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        split, join, n = self.split[leaf], self.join[leaf], len(xs)
+        split, join, n, xs = self.split[leaf], self.join[leaf], len(xs), list(xs)
         sizes = [balanced(x.shape[split], n) for x in xs] if self.sizes is None else self.sizes[leaf]
         pieces = [x.split_with_sizes(each, split) for x, each in zip(xs, sizes, strict=True)]
         arrived = [[pieces[i][j] for i in range(n)] for j in range(n)]
@@ -174,8 +178,3 @@ def from_end(dim: int, ndims: Sequence[int], name: str) -> list[int]:
     if any(not -ndim <= dim < ndim for ndim in ndims):
         raise ValueError(f"{name}: dim {dim} is out of range for a tensor of {min(ndims)} dimensions")
     return [dim - ndim if dim >= 0 else dim for ndim in ndims]
-
-
-def _for_all(x: Tensor, count: int) -> list[Tensor]:
-    """For each slot memory of its own: it may write to it."""
-    return [x, *(x.clone() for _ in range(count - 1))]

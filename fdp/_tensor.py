@@ -5,7 +5,6 @@ All are plain differentiable torch, so autograd and torch.func need nothing spec
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -112,6 +111,7 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
     dtype = tensors[0].dtype
     wide = accumulator(dtype)
-    if wide is dtype:
-        return reduce(add, tensors)
-    return reduce(add, [tensor.to(wide) for tensor in tensors]).to(dtype)
+    held = [tensors[0].to(wide)]
+    for i in range(1, len(tensors)):
+        accumulate(held, tensors[i].to(wide))
+    return held[0].to(dtype)

@@ -59,7 +59,7 @@ class Gang:
     def meet(self, index: int, key: Any, what: What, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Wait until all slots are here with the same; slot 0 combines their values to one for each.
 
-        Always the same slot: it is the calling thread, or one of few, and memory that a thread has freed serves it again.
+        Always the same slot: memory that a thread has freed serves the next results.
         """
         member = MEMBER.get()
         if member is None:
@@ -145,8 +145,8 @@ class _Meeting:
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""
         return Abandoned(
-            f"{self.whats[index].name} in shard {index} waits in vain: {self._gang.where(self.missing())}. All shards must "
-            "call the same collectives in the same order"
+            f"{self.whats[index].name} in shard {index} waits in vain: {self._gang.where(self.missing())}. All shards "
+            "must call the same collectives in the same order"
         )
 
     def _check(self) -> None:

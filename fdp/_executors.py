@@ -12,7 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fdp._context import IN_ORDER, Slot, run_in_slot, text_of
 from fdp._dims import Plan
-from fdp._gang import Together
+from fdp._gang import WANTED, Together
 from fdp._guards import is_forward_mode
 from fdp._known import (
     compilations,
@@ -106,10 +106,17 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             take(i, run_in_slot(slot, mode.seed, task))
         return
     taken: list[int] = []
+    wanted: list[str] = []
+    before = WANTED.set(wanted)
     try:
         if slots[0].count > 1 and (must_run_together(mode.fn) or mode.effects) and why_not_together() is None:
             raise Together
         failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
+        if wanted and not failures:
+            raise RuntimeError(
+                f"{wanted[0]}: the function catches what is no Exception around its first collective, by a bare "
+                "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
+            )
     except Together as need:
         if not mode.effects:
             remember_together(mode.fn)
@@ -121,6 +128,8 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
                 f"{need} is called in some shards, but not always in all of them. All shards must call the same "
                 "collectives in the same order"
             ) from None
+    finally:
+        WANTED.reset(before)
     if failures:
         try:
             raise _noted(failures)

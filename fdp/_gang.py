@@ -13,6 +13,9 @@ from fdp._turns import Abandoned, Member, Turns, Wait
 MEMBER: "contextvars.ContextVar[Member | None]" = contextvars.ContextVar("fdp_member", default=None)
 
 
+WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # collectives that shards came to
+
+
 class Together(BaseException):
     """Raised by a collective in a shard that runs by itself: the call begins anew, with all shards alive at once."""
 
@@ -65,8 +68,8 @@ class Gang:
         if member is None:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
         if self.start is not None:
-            start, self.start = self.start, None
-            start()
+            self.start()
+            self.start = None
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(self))
             wait = meeting.come(index, what, value)

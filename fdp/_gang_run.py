@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._context import IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, text_of
 from fdp._gang import MEMBER, Gang, Settings
@@ -38,8 +39,8 @@ def run_gang(
     run = _Run(gang, tasks, slots, settings)
     if settings.seed is None and settings.limit == 1 and not settings.joint:
         run.take_seed()
-    turns.expect(len(tasks))
     with seats(len(tasks)) as taken:
+        turns.expect(len(tasks))
         for index, seat in enumerate(taken):
             seat.put((run.serve, index, contextvars.copy_context()))
         with contextlib.nullcontext() if around is None else around.suspended():
@@ -66,9 +67,11 @@ def run_gang_here(
 
         def start() -> None:
             # Each has generators of its own from here on; the caller's go on as those of slot 0.
-            run.take_seed()
+            if not settings.joint:
+                run.take_seed()
+            taken = stack.enter_context(seats(len(tasks) - 1))
             turns.expect(len(tasks) - 1)
-            for index, seat in enumerate(stack.enter_context(seats(len(tasks) - 1)), 1):
+            for index, seat in enumerate(taken, 1):
                 seat.put((run.serve, index, contextvars.copy_context()))
 
         gang.start = start
@@ -94,6 +97,7 @@ class _Run:
         self._results: list[list[Any]] = [[] for _ in tasks]
         self._errors: dict[int, tuple[Slot, BaseException]] = {}
         self._left: SimpleQueue[None] = SimpleQueue()
+        self._over: list[int] = []
         self._randoms: list[OwnGenerators] = []
         self._has_taken = False
 
@@ -108,6 +112,7 @@ class _Run:
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
             self._gang.end(index, self._how(index))
+            self._over.append(index)
             self._left.put(None)
 
     def _how(self, index: int) -> str:
@@ -120,7 +125,8 @@ class _Run:
 
     def take_seed(self) -> None:
         """A seed for slots that take turns, from the state of the caller's generator."""
-        state = torch.default_generator.get_state().numpy().tobytes()
+        with temporarily_clear_interpreter_stack():  # inside a transform the state has no memory to read
+            state = torch.default_generator.get_state().numpy().tobytes()
         seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
         self._settings, self._has_taken = self._settings._replace(seed=seed), True
 
@@ -181,10 +187,9 @@ class _Run:
     def wait(self, count: int) -> None:
         """Until so many slots have ended. After an interrupt they stop at their next collective."""
         interrupt: BaseException | None = None
-        while count:
+        while len(self._over) < count:
             try:
-                self._left.get()
-                count -= 1
+                self._left.get()  # an interrupt may lose what it returns: the list counts
             except BaseException as error:
                 interrupt = error
                 for index in range(len(self._tasks)):

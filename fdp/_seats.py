@@ -24,9 +24,11 @@ def seats(count: int) -> Iterator[list["SimpleQueue[Any]"]]:
     Autograd orders a backward by numbers that each thread counts for itself.
     """
     pool = _POOL
-    with pool.lock:
-        taken = [pool.idle.pop() if pool.idle else _start() for _ in range(count)]
+    taken: list[SimpleQueue[Any]] = []
     try:
+        with pool.lock:
+            for _ in range(count):
+                taken.append(pool.idle.pop() if pool.idle else _start())
         yield taken
     finally:
         with pool.lock:

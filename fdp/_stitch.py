@@ -5,7 +5,8 @@ gradients of collectives meet as the collectives did. One graph over all slots w
 differentiates by itself would reach into the others.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +115,8 @@ class _Stitch(torch.autograd.Function):
         given = [[next(rest) for _ in out] for out in graph.outs]
         if create:
             given = [[grad.detach().requires_grad_() for grad in each] for each in given]
-        found = graph.run_all([_differentiate(graph, i, each, create) for i, each in enumerate(given)])
+        with _without_hooks(ctx.saved_tensors):
+            found = graph.run_all([_differentiate(graph, i, each, create) for i, each in enumerate(given)])
         if create:
             places = iter(range(graph.count, graph.count + len(grads)))
             inputs = [[*own, *each] for own, each in zip(graph.inputs, given, strict=True)]
@@ -127,6 +129,20 @@ class _Stitch(torch.autograd.Function):
             for grad, place in zip(each, targets, strict=True):
                 sums[place] = grad if sums[place] is None else sums[place] + grad.to(sums[place].device)
         return None, *sums
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
+    """Hooks of a tensor see its gradient once, as the sum over slots, and not what comes from each."""
+    held = {id(x._backward_hooks): x._backward_hooks for x in tensors if x._backward_hooks}
+    kept = [(hooks, dict(hooks)) for hooks in held.values()]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in kept:
+            hooks.update(own)
 
 
 def _differentiate(graph: _Graph, slot: int, grads: list[Tensor], create: bool) -> Callable[[], list[Tensor]]:

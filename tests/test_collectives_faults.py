@@ -746,3 +746,69 @@ def test_nested_in_a_failing_backward(executor: Any):
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         within(20, torch.stack([out.sum() for out in outs]).sum().backward)
     works(executor)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_a_transform_around_the_first_collective_of_parallel_apply(inside: bool):
+    rows = fdp.scatter(torch.arange(4.0), fdp.virtual_devices(2))
+    if inside:
+        grads = fdp.parallel_apply(torch.func.grad(lambda x: fdp.pmean(x.mean(), weight="rows")), rows)
+        assert torch.equal(torch.cat(grads.shards), torch.full((4,), 0.5))
+    else:
+
+        def total(w: torch.Tensor) -> torch.Tensor:
+            return fdp.parallel_apply(lambda w, x: fdp.psum((w * x).sum()), w, rows)[0]
+
+        assert torch.func.grad(total)(torch.tensor(2.0)) == 6
+
+
+@each_executor
+@pytest.mark.parametrize("where", ["argument", "captured"])
+def test_hooks_of_a_tensor_see_its_gradient_once(where: str, executor: Any):
+    c, seen = torch.tensor(3.0, requires_grad=True), []
+    c.register_hook(lambda grad: (seen.append(grad.item()), 2 * grad)[1])
+    given = c if where == "argument" else None
+
+    def f(w: Any, x: torch.Tensor) -> torch.Tensor:
+        return fdp.psum(((c if w is None else w) * x).sum())
+
+    for _ in range(2):
+        c.grad = None
+        fdp.dp_apply(
+            f, given, torch.tensor([1.0, 2.0]), fdp.virtual_devices(2), out_dims=None, executor=executor
+        ).backward()
+        assert c.grad == 6
+    assert seen == [3, 3]
+
+
+def test_a_function_that_catches_everything_around_its_first_collective():
+    def swallows(_: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return fdp.psum(x.sum()) + x
+        except:  # noqa: E722
+            return x
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"psum: the function catches what is no Exception around its first"):
+            fdp.dp_apply(swallows, None, torch.arange(4.0), fdp.virtual_devices(2))
+
+
+@pytest.mark.parametrize("call", ["dp_apply", "parallel_apply"])
+def test_no_more_threads(call: str, monkeypatch: pytest.MonkeyPatch):
+    """What the system refuses arrives at the caller, and the next call works."""
+    slots = threading.active_count() + 2  # more than there are threads that wait for work
+    rows = fdp.scatter(torch.ones(slots), fdp.virtual_devices(slots))
+
+    def run() -> torch.Tensor:
+        if call == "parallel_apply":
+            return fdp.parallel_apply(lambda x: fdp.psum(x.sum()), rows)[0]
+        return fdp.dp_apply(lambda _, x: fdp.psum(x.sum()), None, rows, out_dims=None)
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run()
+    assert run() == slots

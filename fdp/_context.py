@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -117,15 +118,18 @@ def fold_in(seed: int, data: int) -> int:
     (True, False)
 
     Args:
-        seed: Any integer.
-        data: Any integer: the number of a slot, of a step, of an epoch.
+        seed: Any integer; it counts modulo 2**64.
+        data: Any integer, likewise: the number of a slot, of a step, of an epoch.
 
     Returns:
         An integer in `[0, 2**63)`, for `torch.manual_seed` and the like.
 
+    Raises:
+        TypeError: A float, or something else that is no integer.
+
     The mixing is SplitMix64's (Steele, Lea and Flood, 2014); the name and use are `jax.random.fold_in`'s.
     """
-    return _mix(_mix(int(seed) & _MASK) ^ (int(data) & _MASK)) >> 1
+    return _mix(_mix(operator.index(seed) & _MASK) ^ (operator.index(data) & _MASK)) >> 1
 
 
 _MASK = (1 << 64) - 1

@@ -1,5 +1,6 @@
 """Collectives: what the slots of a call do together, by name, from inside the function that is mapped."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fdp._exchange import on_tree
-from fdp._meeting import axis_of, depth
+from fdp._mean import mean
+from fdp._meeting import axis_of
 from fdp._operations import Exchange, Extreme, Gather, Permute, Scatter, Sum, from_end
-from fdp._tensor import is_inexact
-from fdp._tree import flatten, map_tensors, unflatten
+from fdp._tree import map_tensors
 from fdp._typing import Tree
 
 
@@ -77,7 +78,8 @@ def psum(tree: Tree, axis_name: str = "data") -> Tree:
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
 
     Args:
-        tree: Tensors of the same shapes and dtypes on all slots, and numbers; bools are counted.
+        tree: Tensors of the same shapes and dtypes on all slots, and numbers. Bools are counted; small integers wrap
+            as in torch's addition: in uint8, 200 + 200 is 144.
         axis_name: The innermost call with this name.
 
     Returns:
@@ -107,47 +109,21 @@ def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:
     Args:
         tree: Floating-point tensors of the same shapes and dtypes on all slots, and numbers.
         axis_name: The innermost call with this name.
-        weight: What this slot counts: a number, a 0-dim tensor or `"rows"`. A slot of weight 0 contributes nothing,
-            not even a NaN. By default all count the same.
+        weight: What this slot counts: a number, a 0-dim tensor or `"rows"`; it is finite and not negative. By default
+            all count the same. A slot of weight 0 contributes nothing, not even a NaN, and has no gradient: torch.func
+            gives zeros, `torch.autograd.grad` needs `allow_unused=True`. Only if its weight is itself differentiated
+            or mapped by `vmap`, its gradient is 0 times what torch finds further back, which may be NaN.
 
     Returns:
-        A tree like it.
+        A tree like it. Half precision is added up and divided in float32.
 
     Raises:
-        NameError, ValueError, RuntimeError: As `psum` does; ValueError also if all weights are 0.
-        TypeError: An integer tensor.
+        NameError, ValueError, RuntimeError: As `psum` does; ValueError also if all weights are 0 or one is negative.
+        TypeError: An integer tensor, or a weight of another kind.
     """
-    axis = axis_of("pmean", axis_name)
-    if isinstance(weight, str) and weight == "rows":
-        weight = axis_rows(axis_name)
-    flat = flatten(tree, "tree", where="pmean")
-    wrong = [flat.path(i) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Tensor) and not is_inexact(leaf)]
-    if wrong:
-        raise TypeError(f"pmean: integers have no mean: {', '.join(wrong)}. Use psum, or floats")
-    if weight is None:
-        whole: Any = axis.slot.count
-        shares = flat.leaves
-    else:
-        weight = _countable(weight) if isinstance(weight, Tensor) else weight
-        whole = on_tree("pmean", weight, axis_name, lambda ndims: Sum())
-        if (not isinstance(whole, Tensor) or depth() == 0) and not whole:
-            raise ValueError("pmean: all weights are 0, and the mean over nothing is not defined")
-        shares = [_share(leaf, weight) for leaf in flat.leaves]
-    summed = on_tree("pmean", unflatten(flat.structure, shares), axis_name, lambda ndims: Sum())
-    means = [leaf / whole for leaf in flatten(summed, "tree").leaves]
-    pairs = zip(flat.leaves, means, strict=True)
-    return unflatten(flat.structure, [x.to(leaf.dtype) if isinstance(leaf, Tensor) else x for leaf, x in pairs])
-
-
-def _share(leaf: Any, weight: Any) -> Any:
-    """By selection: NaN times 0 is NaN."""
-    if isinstance(weight, Tensor):
-        if isinstance(leaf, Tensor):
-            return torch.where(weight == 0, torch.zeros_like(leaf), leaf) * weight
-        return leaf * float(weight) if weight else 0.0
-    if weight == 0:
-        return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else 0 * 1.0
-    return leaf * weight
+    count = axis_of("pmean", axis_name).slot.count
+    is_rows = isinstance(weight, str) and weight == "rows"
+    return mean(tree, axis_name, count, axis_rows(axis_name) if is_rows else weight)
 
 
 def pmax(tree: Tree, axis_name: str = "data") -> Tree:
@@ -204,6 +180,10 @@ def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool
     """
 
     def gather(ndims: Sequence[int]) -> Gather:
+        if not stack and 0 in ndims:
+            raise ValueError(
+                f"all_gather: dim {dim} is out of range for a tensor of 0 dimensions; pass stack=True to get a new one"
+            )
         return Gather(from_end(dim, [ndim + stack for ndim in ndims], "all_gather"), stack)
 
     return on_tree("all_gather", tree, axis_name, gather, numbers=False)
@@ -277,12 +257,18 @@ def ppermute(tree: Tree, perm: Sequence[tuple[int, int]], axis_name: str = "data
 
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does; ValueError also for pairs that are no permutation.
+        TypeError: Something else than pairs of ints.
     """
     count = axis_of("ppermute", axis_name).slot.count
-    pairs = tuple((int(source), int(target)) for source, target in perm)
+    try:
+        pairs = sorted((operator.index(source), operator.index(target)) for source, target in perm)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"ppermute: perm must be pairs (from, to) of slots, such as [(0, 1), (1, 0)], got {perm!r}"
+        ) from error
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
-        raise ValueError(f"ppermute: {list(pairs)} has a slot twice on one side; each sends and receives at most once")
+        raise ValueError(f"ppermute: {pairs} has a slot twice on one side; each sends and receives at most once")
     if not all(0 <= i < count for i in sources + targets):
-        raise ValueError(f"ppermute: {list(pairs)} names slots that there are not; there are {count}")
+        raise ValueError(f"ppermute: {pairs} names slots that there are not; there are {count}")
     return on_tree("ppermute", tree, axis_name, lambda ndims: Permute(pairs), numbers=False)

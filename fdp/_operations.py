@@ -5,7 +5,7 @@ hold under `vmap`, which adds a dimension in front.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ class Operation(abc.ABC):
     name = ""
     elementwise = False
 
-    def options(self) -> Any:
-        """What has to be the same on all slots, besides the tensors."""
-        return ()
+    def options(self) -> str:
+        """What has to be the same on all slots, besides the tensors: as arguments are written."""
+        return ""
 
     def kind(self, x: Tensor, leaf: int) -> Any:
         """What of a tensor has to be the same on all slots."""
@@ -48,7 +48,7 @@ class Sum(Operation):
     elementwise = True
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        return [total(xs)] * len(xs)
+        return [_reduced(self.name, total, xs)] * len(xs)
 
     def transpose(self) -> Operation:
         return Sum()
@@ -65,8 +65,8 @@ class Extreme(Operation):
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         if xs[0].is_complex():
             raise TypeError(f"{self.name}: complex numbers have no order")
-        reduce = torch.amax if self.name == "pmax" else torch.amin
-        return [reduce(torch.stack(list(xs)), 0)] * len(xs)
+        extreme = torch.amax if self.name == "pmax" else torch.amin
+        return [_reduced(self.name, lambda xs: extreme(torch.stack(list(xs)), 0), xs)] * len(xs)
 
     def transpose(self) -> Operation:
         raise RuntimeError(f"{self.name} cannot be differentiated; detach its argument")
@@ -81,8 +81,8 @@ class Gather(Operation):
         self.dims, self.stack = dims, stack
         self.sizes: dict[int, Sizes] = {}
 
-    def options(self) -> Any:
-        return tuple(self.dims), self.stack
+    def options(self) -> str:
+        return f"dim={_each(self.dims)}, stack={self.stack}"
 
     def kind(self, x: Tensor, leaf: int) -> Any:
         shape = list(x.shape)
@@ -109,11 +109,11 @@ class Scatter(Operation):
     def __init__(self, dims: Sequence[int], stack: bool = False, sizes: dict[int, Sizes] | None = None) -> None:
         self.dims, self.stack, self.sizes = dims, stack, sizes
 
-    def options(self) -> Any:
-        return tuple(self.dims), self.stack
+    def options(self) -> str:
+        return f"dim={_each(self.dims)}, stack={self.stack}"
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        dim, whole = self.dims[leaf], total(xs)
+        dim, whole = self.dims[leaf], _reduced(self.name, total, xs)
         sizes = balanced(whole.shape[dim], len(xs)) if self.sizes is None else self.sizes[leaf]
         parts = whole.split_with_sizes(sizes, dim)
         return [part.squeeze(dim) if self.stack else part for part in (part.clone() for part in parts)]
@@ -131,8 +131,8 @@ class Exchange(Operation):
         self.split, self.join, self.sizes = split, join, sizes
         self.joined: dict[int, list[Sizes]] = {}  # for each slot how much came from every other
 
-    def options(self) -> Any:
-        return tuple(self.split), tuple(self.join)
+    def options(self) -> str:
+        return f"split_dim={_each(self.split)}, concat_dim={_each(self.join)}"
 
     def kind(self, x: Tensor, leaf: int) -> Any:
         shape = list(x.shape)
@@ -160,8 +160,8 @@ class Permute(Operation):
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.pairs = pairs
 
-    def options(self) -> Any:
-        return tuple(self.pairs)
+    def options(self) -> str:
+        return f"perm={list(self.pairs)}"
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         sources = {target: source for source, target in self.pairs}
@@ -169,6 +169,19 @@ class Permute(Operation):
 
     def transpose(self) -> Operation:
         return Permute([(target, source) for source, target in self.pairs])
+
+
+def _each(dims: Sequence[int]) -> str:
+    return str(dims[0]) if len(set(dims)) == 1 else str(list(dims))
+
+
+def _reduced(name: str, reduce: Callable[[Sequence[Tensor]], Tensor], xs: Sequence[Tensor]) -> Tensor:
+    try:
+        return reduce(xs)
+    except NotImplementedError as error:  # it names a kernel
+        raise TypeError(
+            f"{name}: torch has no arithmetic for {xs[0].dtype} here; convert it first ({error})"
+        ) from error
 
 
 def from_end(dim: int, ndims: Sequence[int], name: str) -> list[int]:

@@ -1242,6 +1242,11 @@ def test_outside_of_any_call():
             everywhere(lambda i: fdp.psum(X, "rows"), n=n)
 
 
+def as_any(x: Any) -> Any:
+    """What the type checker would refuse too."""
+    return x
+
+
 WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "shapes": (lambda i: fdp.psum({"a": torch.ones(2 + i)}), ValueError, r"psum.*shard 0.*shard 1"),
     "shapes-that-broadcast": (lambda i: fdp.psum(torch.ones(1 + i)), ValueError, r"psum.*shard 0.*shard 1"),
@@ -1269,17 +1274,70 @@ WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
         r"all_to_all.*shard 0.*shard 1",
     ),
     "perms": (lambda i: fdp.ppermute(X, [(0, i)]), ValueError, r"ppermute.*shard 0.*shard 1"),
+    "perm-slots": (lambda i: fdp.ppermute(X, as_any([0, 1])), TypeError, r"pairs \(from, to\) of slots.*got \[0, 1\]"),
+    "perm-dict": (lambda i: fdp.ppermute(X, as_any({0: 1})), TypeError, r"pairs \(from, to\) of slots.*got \{0: 1\}"),
+    "perm-floats": (
+        lambda i: fdp.ppermute(X, as_any([(0.7, 1.2)])),
+        TypeError,
+        r"pairs \(from, to\) of slots.*got \[\(0\.7",
+    ),
     "perm-twice": (lambda i: fdp.ppermute(X, [(0, 1), (1, 1)]), ValueError, r"ppermute.*twice on one side"),
     "perm-range": (lambda i: fdp.ppermute(X, [(0, 2)]), ValueError, r"ppermute.*there are 2"),
     "perm-negative": (lambda i: fdp.ppermute(X, [(0, -1)]), ValueError, r"ppermute.*there are 2"),
+    "weight-typo": (
+        lambda i: fdp.pmean(X, weight="row"),
+        TypeError,
+        r"pmean: weight must be a number, a 0-dim tensor or 'rows', got 'row'",
+    ),
+    "weight-list": (lambda i: fdp.pmean(X, weight=[1, 2]), TypeError, r"pmean: weight must be.*got \[1, 2\]"),
+    "weight-vector": (
+        lambda i: fdp.pmean(X, weight=torch.ones(2)),
+        TypeError,
+        r"pmean: weight must be.*got a tensor of torch.float32 with shape \(2,\)",
+    ),
+    "weight-complex": (lambda i: fdp.pmean(X, weight=1j), TypeError, r"pmean: weight must be.*got 1j"),
+    "weight-negative": (
+        lambda i: fdp.pmean(X, weight=1 - 2 * i),
+        ValueError,
+        r"pmean: weight must be finite and not negative, got -1",
+    ),
+    "weight-nan": (
+        lambda i: fdp.pmean(X, weight=torch.tensor(float("nan"))),
+        ValueError,
+        r"pmean: weight must be finite and not negative, got nan",
+    ),
+    "weight-kinds": (
+        lambda i: fdp.pmean(X, weight=torch.tensor(1.0) if i else 1.0),
+        ValueError,
+        r"weight of pmean: the shards do not fit together: a number in shard 0, float64\[\] in shard 1",
+    ),
+    "weight-or-none": (
+        lambda i: fdp.pmean(X, weight=None if i else 1.0),
+        RuntimeError,
+        r"different collectives: weight of pmean in shard 0, pmean in shard 1",
+    ),
     "others": (
         lambda i: fdp.psum(X) if i else fdp.all_gather(X),
         RuntimeError,
         r"different collectives: all_gather in shard 0, psum in shard 1",
     ),
-    "strings": (lambda i: fdp.psum({"a": "s", "b": 1}), TypeError, r"psum: only tensors and numbers.*tree\['a'\]"),
+    "strings": (
+        lambda i: fdp.psum({"a": "s", "b": 1}),
+        TypeError,
+        r"psum: only tensors, ints and floats can be exchanged, not tree\['a'\] \(str\)",
+    ),
+    "complex-number": (lambda i: fdp.psum([1j]), TypeError, r"psum: only.*not tree\[0\] \(complex\).*torch\.as_tensor"),
+    "no-arithmetic": (
+        lambda i: fdp.pmax(torch.ones(2).to(torch.uint16)),
+        TypeError,
+        r"pmax: torch has no arithmetic for torch\.uint16",
+    ),
     "gathered-number": (lambda i: fdp.all_gather({"a": 1}), TypeError, r"all_gather: only tensors.*tree\['a'\]"),
-    "gathered-0-dim": (lambda i: fdp.all_gather(torch.ones(())), ValueError, r"all_gather: dim 0 is out of range"),
+    "gathered-0-dim": (
+        lambda i: fdp.all_gather(torch.ones(())),
+        ValueError,
+        r"all_gather: dim 0 is out of range for a tensor of 0 dimensions; pass stack=True",
+    ),
     "dim": (lambda i: fdp.psum_scatter(X, dim=2), ValueError, r"psum_scatter: dim 2 is out of range"),
     "dim-type": (lambda i: fdp.psum_scatter(X, dim=True), TypeError, r"psum_scatter: a dim must be an int"),
     "some": (lambda i: fdp.psum(X) if i else None, RuntimeError, r"psum.*shard 0 has returned"),
@@ -1306,7 +1364,11 @@ def test_messages_speak_of_nothing_private(name: str):
     assert "Abandoned" not in text
 
 
-ALONE = ("strings", "gathered-number", "gathered-0-dim", "dim", "dim-type", "perm-range", "perm-twice")
+ALONE = (
+    *("strings", "complex-number", "no-arithmetic", "gathered-number", "gathered-0-dim", "dim", "dim-type"),
+    *("perm-range", "perm-twice", "perm-slots", "perm-dict", "perm-floats"),
+    *("weight-typo", "weight-list", "weight-vector", "weight-complex", "weight-nan"),
+)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -1436,3 +1498,134 @@ def test_a_slot_that_counts_nothing_has_no_backward_to_meet():
     call = fdp.grad(loss, devices=fdp.virtual_devices(2), count=lambda w, x: float(x[0] > 2))
     with pytest.raises(RuntimeError, match="psum in shard 1 waits in vain: shard 0 has returned"):
         call(torch.ones(()), torch.arange(1.0, 5.0))
+
+
+def mean_of(value: float, n: int, weight: Any, dtype: torch.dtype = torch.float16) -> Tensor:
+    """The mean over n slots that all have the same value, and the same weight."""
+    x = torch.full((100 * n,), value, dtype=dtype)
+    return fdp.dp_apply(lambda _, x: fdp.pmean(x[0], weight=weight), None, x, fdp.virtual_devices(n), out_dims=None)
+
+
+WEIGHTS: dict[str, Any] = {
+    "none": None,
+    "rows": "rows",
+    "tiny": 1e-9,
+    "less-than-tiny": 1e-60,
+    "uint8": torch.tensor(200, dtype=torch.uint8),
+    "half": torch.tensor(40000.0).half(),
+    "bool": torch.tensor(True),
+}
+
+
+@each_count
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_mean_of_equal_values_is_the_value(dtype: torch.dtype, weight: Any, n: int):
+    """Also where their sum, or that of the weights, would overflow."""
+    found = mean_of(39936, n, weight, dtype)
+    assert found.dtype is dtype
+    assert found.item() == 39936
+
+
+def test_weights_are_as_wide_as_the_leaves():
+    assert mean_of(1000, 3, torch.tensor(0.1), torch.float64).item() == 1000
+
+
+def test_numbers_stay_numbers_under_a_tensor_weight():
+    found = fdp.dp_apply(
+        lambda _, x: fdp.pmean({"a": 3.0 * fdp.axis_index(), "b": x.mean()}, weight=torch.tensor(2.0)),
+        *(None, torch.ones(4), fdp.virtual_devices(2)),
+        out_dims=None,
+    )
+    assert isinstance(found["a"], float)
+    assert (found["a"], found["b"].item()) == (1.5, 1.0)
+
+
+def of_empty(kind: str, x: Tensor, w: Tensor) -> Any:
+    weight = torch.tensor(float(len(x)))
+    return {"rows": "rows", "number": float(len(x)), "tensor": weight, "differentiated": weight * (1 + 0 * w.sum())}[
+        kind
+    ]
+
+
+@each_executor
+@pytest.mark.parametrize("kind", ["rows", "number", "tensor", "differentiated"])
+def test_a_slot_of_weight_0_has_no_gradient(kind: str, executor: Any):
+    """Where there are no rows, 0 times the gradient of their mean is NaN: differentiated outside and inside."""
+    x, w = numbers(2, 3), W.clone().requires_grad_()
+    shards = fdp.scatter(x, fdp.virtual_devices(3), keep_empty=True)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return fdp.pmean((x.mean(0) @ w) ** 2, weight=of_empty(kind, x, w))
+
+    def call(w: Tensor) -> Any:
+        return fdp.parallel_apply(loss, w, shards, executor=executor)[0]
+
+    def by_func(w: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(loss)(w, x)
+
+    def by_autograd(w: Tensor, x: Tensor) -> Tensor:
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad(loss(w, x), w, allow_unused=True, materialize_grads=True)[0]
+
+    (expected,) = torch.autograd.grad(((x @ w) ** 2).mean(), w)
+    call(w).backward()
+    assert_close_tree(w.grad, expected)
+    for fn in (torch.func.grad(call), torch.func.jacfwd(call)):
+        assert_close_tree(fn(W), expected)
+    if kind != "differentiated":
+        assert_close_tree(torch.func.vmap(torch.func.grad(call))(W.expand(2, 3).clone())[1], expected)
+    for inside in (by_func, by_autograd):  # the others sum the gradients of 3 equal means
+        found: Any = fdp.parallel_apply(inside, W, shards, executor=executor)
+        assert_close_tree(found[0] + found[1], 3 * expected)
+        assert_close_tree(found[2], torch.zeros(3, dtype=torch.float64))
+
+
+@each_executor
+def test_the_gradient_of_a_weight_that_is_0(executor: Any):
+    x = torch.tensor([5.0, 2.0], dtype=torch.float64)
+    a = torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+    def mapped(a: Tensor, x: Tensor = x) -> Tensor:
+        devices = fdp.virtual_devices(2)
+        fn = lambda a, x: fdp.pmean(x.sum(), weight=a[fdp.axis_index()])  # noqa: E731
+        return fdp.dp_apply(fn, a, x, devices, out_dims=None, executor=executor)
+
+    def plainly(a: Tensor) -> Tensor:
+        return (a * x).sum() / a.sum()
+
+    for transform in (torch.func.grad, torch.func.jacfwd, torch.func.hessian):
+        assert_close_tree(transform(mapped)(a), transform(plainly)(a))
+    own = a.clone().requires_grad_()
+    assert_close_tree(torch.autograd.grad(mapped(own), own)[0], torch.tensor([3.0, 0.0], dtype=torch.float64))
+    mixed = torch.func.vmap(torch.func.grad(mapped))(torch.stack([a, a + 1]))  # of the weights, one is 0
+    assert_close_tree(mixed, torch.func.vmap(torch.func.grad(plainly))(torch.stack([a, a + 1])))
+    per_x = torch.func.vmap(lambda x: torch.func.grad(mapped)(a, x))(torch.stack([x, x + 1]))
+    assert_close_tree(per_x, torch.tensor([[3.0, 0.0], [3.0, 0.0]], dtype=torch.float64))
+    x_with_nan = torch.tensor([float("nan"), 2.0], dtype=torch.float64)
+    out = mapped(own, x_with_nan)
+    assert out.item() == 2
+    assert torch.autograd.grad(out, own)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_extremes_of_numbers_are_nan_if_one_is(slot: int):
+    def fn(i: int) -> Any:
+        x = float("nan") if i == slot else float(i)
+        return [each(y) for each in (fdp.pmax, fdp.pmin) for y in (x, torch.tensor(x).double())]
+
+    for found in everywhere(fn, n=3):
+        assert all(x != x for x in found)
+
+
+@each_count
+def test_bools_are_counted(n: int):
+    for number, tensor in everywhere(lambda i: fdp.psum([True, torch.tensor(True)]), n=n):
+        assert type(number) is int
+        assert number == tensor.item() == n
+
+
+def test_pairs_in_any_order_are_the_same_permutation():
+    pairs = [[(0, 1), (1, 0)], [(1, 0), (0, 1)]]
+    found = everywhere(lambda i: fdp.ppermute(torch.tensor([i]), pairs[i]), n=2)
+    assert [x.item() for x in found] == [1, 0]

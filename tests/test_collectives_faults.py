@@ -752,11 +752,11 @@ def test_nested_in_a_failing_backward(executor: Any):
 def test_a_transform_around_the_first_collective_of_parallel_apply(inside: bool):
     rows = fdp.scatter(torch.arange(4.0), fdp.virtual_devices(2))
     if inside:
-        grads = fdp.parallel_apply(torch.func.grad(lambda x: fdp.pmean(x.mean(), weight="rows")), rows)
+        grads: Any = fdp.parallel_apply(torch.func.grad(lambda x: fdp.pmean(x.mean(), weight="rows")), rows)
         assert torch.equal(torch.cat(grads.shards), torch.full((4,), 0.5))
     else:
 
-        def total(w: torch.Tensor) -> torch.Tensor:
+        def total(w: torch.Tensor) -> Any:
             return fdp.parallel_apply(lambda w, x: fdp.psum((w * x).sum()), w, rows)[0]
 
         assert torch.func.grad(total)(torch.tensor(2.0)) == 6
@@ -799,7 +799,7 @@ def test_no_more_threads(call: str, monkeypatch: pytest.MonkeyPatch):
     slots = threading.active_count() + 2  # more than there are threads that wait for work
     rows = fdp.scatter(torch.ones(slots), fdp.virtual_devices(slots))
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         if call == "parallel_apply":
             return fdp.parallel_apply(lambda x: fdp.psum(x.sum()), rows)[0]
         return fdp.dp_apply(lambda _, x: fdp.psum(x.sum()), None, rows, out_dims=None)

@@ -1,5 +1,6 @@
 """Data parallelism for PyTorch as a pure function."""
 
+from fdp import distributed as distributed
 from fdp import nn as nn
 from fdp import testing as testing
 from fdp._apply import dp_apply as dp_apply

@@ -1,6 +1,7 @@
 """Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from fdp._dims import Plan
 from fdp._place import flatten_args
 from fdp._replicate import replicate_on
 from fdp._slots import Replicated, Sharded, Slots
-from fdp._tensor import accumulate, accumulator, concat, copy, is_inexact
+from fdp._tensor import accumulate, accumulator, concat, copy, is_inexact, is_ours
 from fdp._tree import Flat, flatten, leaves_up_to, tree_map, unflatten
 from fdp._typing import AUTO, Tree
 
@@ -91,6 +92,36 @@ class Gradients:
                     found = islice(rest, len(inner.leaves))
                     parts.append(unflatten(inner.structure, map(_filled, found, inner.leaves)))
 
+    def sums(self) -> list[torch.Tensor]:
+        """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
+        for held, home in self._held():
+            wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
+            held[:] = [held[0].to(wide) if held else torch.zeros_like(home, dtype=wide)]
+        return [held[0] for held, _ in self._held()]
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Tensors like these sums."""
+        return [torch.zeros_like(home, dtype=accumulator(home.dtype)) for _, home in self._held()]
+
+    def ours(self) -> list[bool]:
+        """Which of them nobody else refers to, so that they may be written to."""
+        return [is_ours(held) for held, _ in self._held()]
+
+    def replace_sums(self, sums: Sequence[torch.Tensor]) -> None:
+        """Put others in their place."""
+        for (held, _), x in zip(self._held(), sums, strict=True):
+            held[:] = [x]
+
+    def _held(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        for flat, all_parts in zip(self._flats, self._parts, strict=True):
+            for leaf, spec, parts in zip(flat.leaves, flat.specs, all_parts, strict=True):
+                if isinstance(leaf, torch.Tensor) and spec is None:
+                    yield parts, leaf
+                elif isinstance(leaf, Replicated):
+                    homes = flatten(leaf.shards[0], flat.name).leaves
+                    parts.extend([] for _ in homes[len(parts) :])
+                    yield from zip(parts, homes, strict=True)
+
     def finish(self) -> list[Tree]:
         """The gradient of each argument: a tree like it, zeros where it is not used."""
         return [
@@ -105,18 +136,21 @@ class Gradients:
             places = enumerate(zip(parts, inner.leaves, strict=True))
             whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
             tree, name = unflatten(inner.structure, whole), inner.name
-            return replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
+            copies = replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
+            return dataclasses.replace(copies, processes=leaf.processes)
         if isinstance(leaf, Sharded):
             found = dict(zip(self._plan.slots, parts, strict=True))
             shards = enumerate(leaf.shards)
             grads = tuple(found[i] if i in found else tree_map(torch.zeros_like, shard) for i, shard in shards)
-            return Sharded(grads, leaf.devices, leaf.sizes, leaf.dims)
+            return dataclasses.replace(leaf, shards=grads)
         if spec == "items":
             inner = flatten(leaf, flat.path(index))
             grads = enumerate(leaves_up_to(inner.structure, type(leaf)(chain.from_iterable(parts))))
             return unflatten(inner.structure, [self._home(grad, inner.leaves[k], inner, k) for k, grad in grads])
         if spec is None:
             return self._home(_filled(_only(parts), leaf), leaf, flat, index)
+        if not parts:  # other processes have all rows
+            return torch.zeros_like(leaf)
         return concat([self._home(part, leaf, flat, index) for part in parts], spec)
 
     def _sum(self, held: list[torch.Tensor], grad: Grad, home: torch.Tensor, flat: Flat, index: int) -> None:

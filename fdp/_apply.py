@@ -1,5 +1,6 @@
 """A function run once a slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,9 @@ from fdp._call import Arg, Options, Shard, call_shard, check_function, keyword_a
 from fdp._devices import as_device, as_devices
 from fdp._executors import Mode, check_options, run_all, slots_of
 from fdp._join import join
-from fdp._place import Plan
+from fdp._join_across import Part
+from fdp._place import Plan, common_processes
+from fdp._processes import Across, begins, processes_of
 from fdp._replicate import replicate_on
 from fdp._slots import Sharded, Slots
 from fdp._together import Task
@@ -73,14 +76,16 @@ def dp_apply(
         TypeError: A module instead of a function, or an object that is no tree.
         RuntimeError: `fn` wrote in place to an argument.
     """
-    options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)
-    check_function(fn, "dp_apply")
-    if type(inputs) is tuple:
-        args = positional_args(inputs, in_dims, "inputs", "dp_apply")
-    else:
-        args = [Arg("inputs", inputs, in_dims)]
-    named = keyword_args({} if kwargs is None else kwargs, kwarg_dims, "dp_apply")
-    return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
+    held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
+    with begins("dp_apply", devices, held):
+        options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)
+        check_function(fn, "dp_apply")
+        if type(inputs) is tuple:
+            args = positional_args(inputs, in_dims, "inputs", "dp_apply")
+        else:
+            args = [Arg("inputs", inputs, in_dims)]
+        named = keyword_args({} if kwargs is None else kwargs, kwarg_dims, "dp_apply")
+        return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
 
 
 def shard_map(
@@ -122,8 +127,9 @@ def shard_map(
 
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
-        positional = positional_args(args, in_dims, "args", "shard_map")
-        return _map_shards(fn, positional, keyword_args(kwargs, kwarg_dims, "shard_map"), out_dims, options)
+        with begins("shard_map", devices, (*args, *kwargs.values())):
+            positional = positional_args(args, in_dims, "args", "shard_map")
+            return _map_shards(fn, positional, keyword_args(kwargs, kwarg_dims, "shard_map"), out_dims, options)
 
     return mapped
 
@@ -162,13 +168,36 @@ def parallel_apply(
         ValueError: Arguments are on different slots.
         TypeError: A module instead of a function.
     """
-    check_function(fn, "parallel_apply")
-    check_options(executor, seed, "parallel_apply")
-    keywords = keyword_args({} if kwargs is None else kwargs, None, "parallel_apply")
+    with begins("parallel_apply", devices, (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))):
+        result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, seed, axis_name)
+    if any(type(shard) is not tuple for shard in result.shards):
+        return result
+    try:
+        return result.unzip()
+    except TypeError as error:
+        raise TypeError(f"parallel_apply: {error}") from None
+
+
+def _on_slots(
+    fn: Function,
+    args: tuple[Tree, ...],
+    kwargs: Mapping[str, Tree],
+    devices: Devices,
+    executor: Executor,
+    seed: int | None,
+    axis_name: str,
+) -> Sharded:
+    """Run a function on every slot."""
+    where = "parallel_apply"
+    check_function(fn, where)
+    check_options(executor, seed, where)
+    keywords = keyword_args(kwargs, None, where)
     named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
-    slots = _state_slots({name: arg for name, arg in named.items() if isinstance(arg, Slots)}, devices)
+    held = {name: arg for name, arg in named.items() if isinstance(arg, Slots)}
+    slots = _state_slots(held, devices)
+    processes = common_processes(held.items(), devices, processes_of(devices, where), where)
     columns = [
-        arg if isinstance(arg, Slots) else replicate_on(arg, slots, always=True, name=name, where="parallel_apply")
+        arg if isinstance(arg, Slots) else replicate_on(arg, slots, always=True, name=name, where=where)
         for name, arg in named.items()
     ]
     sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
@@ -177,14 +206,13 @@ def parallel_apply(
     tasks = [
         Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
     ]
-    places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name)
-    result = Sharded(tuple(run_all(tasks, places, Mode(executor, seed, fn, effects=True))), slots)
-    if any(type(shard) is not tuple for shard in result.shards):
-        return result
-    try:
-        return result.unzip()
-    except TypeError as error:
-        raise TypeError(f"parallel_apply: {error}") from None
+    across = None
+    if processes is not None:
+        across = Across(processes, where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
+    with contextlib.nullcontext() if across is None else across:
+        places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, across)
+        results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, across=across))
+    return Sharded(tuple(results), slots, processes=processes)
 
 
 def _map_shards(
@@ -195,11 +223,20 @@ def _map_shards(
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)
-    tasks = [Task(functools.partial(call_shard, fn), shard) for shard in call.shards]
-    outputs = run_all(tasks, slots_of(call.plan, options.axis_name), Mode(options.executor, options.seed, fn))
-    call.watch.check(where)
-    weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
-    return join(outputs, dims, weights, target or call.plan.devices[0], "out", where)
+    across = call.across
+    with call.part():
+        tasks = [Task(functools.partial(call_shard, fn), shard) for shard in call.shards]
+        mode = Mode(options.executor, options.seed, fn, across=across)
+        outputs = run_all(tasks, slots_of(call.plan, options.axis_name, across), mode)
+        call.watch.check(where)
+        weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
+        device = target or call.device
+        if across is None:
+            return join(outputs, dims, weights, device, "out", where)
+        part = Part(across, outputs, dims, weights, across.rows if call.plan.sizes is not None else 1, device, where)
+        call.check_captured(outputs)
+        across.ends_with(part.place())
+    return part.finish(call.inputs())[0]
 
 
 def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.device, ...]:

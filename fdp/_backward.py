@@ -1,6 +1,6 @@
 """The loss and gradients of single shards: by plain autograd, or by torch.func where a transform is active."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -66,7 +66,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     return active or is_forward_mode() or any(t.is_inference() for t in tensors)
 
 
-def transformed(problem: Problem, seed: float, create_graph: bool | None, shard: Shard) -> Result:
+def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> Result:
     """Loss and gradients of one shard by `torch.func.vjp`."""
     inputs = inputs_of(problem, shard)
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
@@ -79,6 +79,7 @@ def transformed(problem: Problem, seed: float, create_graph: bool | None, shard:
         return loss, tensors
 
     loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
+    seed = share()
     grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
     structure, others = plain
     rest = iter(tensors)

@@ -10,14 +10,18 @@ import torch
 
 from fdp._accumulate import Gradients, check_differentiable
 from fdp._backward import Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
-from fdp._call import Call, Options, Shard, check_function, keyword_args, leaf_tensors, positional_args, prepare
+from fdp._call import Call, Options, Shard, check_function, keyword_args, positional_args, prepare
+from fdp._context import Slot
 from fdp._devices import as_device
 from fdp._executors import Mode, run, run_all, slots_of
 from fdp._gang import Together
 from fdp._join import join
-from fdp._known import must_run_together
+from fdp._join_across import Part
+from fdp._known import must_run_together, remember_apart, runs_apart
+from fdp._processes import begins
 from fdp._together import Task
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp._wire import Again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,38 +71,81 @@ class Differentiation:
         return differentiated
 
     def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+        with begins(self.where, self.devices, (*args, *kwargs.values())):
+            try:
+                return self._compute_once(args, kwargs, apart=runs_apart(self.fn))
+            except Again:  # on a mesh, in all processes
+                remember_apart(self.fn, apart=False)
+                return self._compute_once(args, kwargs, apart=False)
+
+    def _compute_once(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], *, apart: bool
+    ) -> tuple[torch.Tensor, Tree, Any]:
         where = self.where
         positions = self._positions(len(args))
         in_dims = self.in_dims
         if in_dims is AUTO:
             in_dims = tuple(None if i in positions else 0 for i in range(len(args)))
         target = None if self.output_device is None else as_device(self.output_device, where)
+        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        seed, axis_name = self.seed, self.axis_name
         call = prepare(
             positional_args(args, in_dims, "args", where),
             keyword_args(kwargs, self.kwarg_dims, where),
-            Options(where, self.devices, self.output_device, self.weights, self.executor, self.seed, self.axis_name),
+            Options(where, self.devices, self.output_device, self.weights, self.executor, seed, axis_name, same),
             self.microbatches,
+            apart=apart and not self.create_graph,
         )
-        check_differentiable([call.flats[i] for i in positions], call.plan, where)
-        problem = Problem(where, self.fn, positions, self.has_aux)
-        weights = self._weights(problem, call)
-        whole = sum(weights) if self.reduction == "mean" else 1
-        gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
         losses: list[Any] = [None] * len(call.shards)
         auxes = list(losses)
+        with call.part():
+            gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
+            if call.across is not None:
+                call.across.may_add(lambda: [torch.zeros((), dtype=torch.float64), *gradients.zeros()])
+            check_differentiable([call.flats[i] for i in positions], call.plan, where)
 
-        def take(i: int, result: Result) -> None:
-            losses[i], auxes[i] = result.loss, result.aux
-            gradients.add(result.grads, [call.shards[i].args[p] for p in positions])
+            def take(i: int, result: Result) -> None:
+                losses[i], auxes[i] = result.loss, result.aux
+                gradients.add(result.grads, [call.shards[i].args[p] for p in positions])
 
-        self._run(problem, call, [weight / whole for weight in weights], take)
-        call.watch.check(where)
-        device = target or call.plan.devices[0]
-        value = join(losses, self.reduction, weights, device, "loss", where)
-        rows = weights if self.reduction == "mean" else call.plan.sizes
-        aux = join(auxes, self.aux_dims, rows, device, "aux", where) if self.has_aux else None
+            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
+            call.watch.check(where)
+            rows = weights.own if self.reduction == "mean" else call.plan.sizes
+            part = None
+            if call.across is not None:
+                part = self._part(call, gradients, list(zip(losses, auxes, strict=True)), rows, weights, target)
+        if part is not None:
+            ours = gradients.ours()  # before others refer to them
+            (value, aux), sums = part.finish(call.inputs(), gradients.sums(), ours)
+            gradients.replace_sums(sums)
+            remember_apart(self.fn, apart=not must_run_together(self.fn))
+        else:
+            device = target or call.device
+            value = join(losses, self.reduction, rows, device, "loss", where)
+            aux = join(auxes, self.aux_dims, rows, device, "aux", where) if self.has_aux else None
         grads = gradients.finish()
         return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+
+    def _part(
+        self,
+        call: Call,
+        gradients: Gradients,
+        outs: Sequence[Tree],
+        rows: Sequence[float] | None,
+        weights: "Weights",
+        target: torch.device | None,
+    ) -> Part:
+        """What this process adds to the results of all."""
+        across = call.across
+        assert across is not None
+        whole = weights.whole() if self.reduction == "mean" else across.rows
+        part = Part(across, outs, (self.reduction, self.aux_dims), rows, whole, target or call.device, self.where)
+        call.check_captured([outs, gradients.sums()])
+        across.ends_with(part.place(gradients.sums()))
+        if outs:
+            ours = gradients.ours()
+            across.add([part.first(), *gradients.sums()], [False, *ours])
+        return part
 
     def _positions(self, n_args: int) -> tuple[int, ...]:
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
@@ -109,44 +156,71 @@ class Differentiation:
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
 
-    def _weights(self, problem: Problem, call: Call) -> Sequence[float]:
+    def _weights(self, problem: Problem, call: Call) -> "Weights":
         """What each shard counts in the loss: its rows, or what `count` says."""
+        across, sizes = call.across, call.plan.sizes
         if self.reduction == "sum":
-            return [1] * len(call.shards)
+            return Weights([1] * len(call.shards), lambda: 1)
         if self.count is None:
-            if call.plan.sizes is None and len(call.shards) > 1:
+            if sizes is None and len(call.shards) > 1:
                 raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
-            weights: Sequence[float] = call.plan.sizes if call.plan.sizes is not None else [1]
-            if sum(weights) == 0:
-                raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
-            return weights
-        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
-        weights = run_all(tasks, slots_of(call.plan, self.axis_name), Mode("sequential", None, None))
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {weights}")
-        if sum(weights) == 0:
-            raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
-        return weights
+            own: Sequence[float] = sizes if sizes is not None else [1]
 
-    def _run(self, problem: Problem, call: Call, shares: Sequence[float], take: Callable[[int, Result], None]) -> None:
+            def rows() -> float:
+                whole = sum(own) if across is None or sizes is None else across.rows
+                if whole == 0:
+                    raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
+                return whole
+
+            if sum(own) == 0:
+                rows()
+            return Weights(own, rows)
+        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
+        slots = slots_of(call.plan, self.axis_name, across)
+        own = run_all(tasks, slots, Mode("sequential", None, None, across=across))
+        if not all(math.isfinite(weight) and weight >= 0 for weight in own):
+            raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
+        whole = sum(own) if across is None else across.total(sum(own), f"count of {self.where}")
+        if whole == 0:
+            raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
+        return Weights(own, lambda: whole)
+
+    def _run(self, problem: Problem, call: Call, take: Callable[[int, Result], None]) -> "Weights":
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
-        slots, mode = slots_of(call.plan, self.axis_name), Mode(self.executor, self.seed, self.fn)
+        weights = self._weights(problem, call)
+        shares = [functools.partial(weights.share, i) for i in range(len(call.shards))]
+        slots = slots_of(call.plan, self.axis_name, call.across)
+        mode = Mode(self.executor, self.seed, self.fn, across=call.across)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        inputs = [tensor for flat in call.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
-        if needs_transform(inputs):
+        try:
+            self._run_shards(problem, call, shares, slots, mode, take)
+        except Together:
+            raise Again from None
+        return weights
+
+    def _run_shards(
+        self,
+        problem: Problem,
+        call: Call,
+        shares: Sequence[Callable[[], float]],
+        slots: Sequence[Slot],
+        mode: Mode,
+        take: Callable[[int, Result], None],
+    ) -> None:
+        if needs_transform(call.inputs()):
             tasks = [
                 Task(functools.partial(transformed, problem, share, self.create_graph), shard)
-                for shard, share in zip(call.shards, shares, strict=True)
+                for share, shard in zip(shares, call.shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
-        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in inputs)
+        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in call.inputs())
         graph = True if attached else self.create_graph
         if must_run_together(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
                 Task(functools.partial(self._alone, problem, attached, share, graph), shard)
-                for shard, share in zip(call.shards, shares, strict=True)
+                for share, shard in zip(shares, call.shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
         forwards = [Task(functools.partial(forward, problem, attached=attached), shard) for shard in call.shards]
@@ -154,7 +228,7 @@ class Differentiation:
         try:
             for batch in _rounds(call.plan.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
-                results = joint(self.where, losses, [shares[i] for i in batch], graph)[::-1]
+                results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
@@ -163,10 +237,27 @@ class Differentiation:
                 raise RuntimeError(
                     f"{self.where}: {need} is called in some microbatches and not in the first"
                 ) from None
-            self._run(problem, call, shares, take)
+            if mode.stays_apart():
+                raise
+            self._run_shards(problem, call, shares, slots, mode, take)
 
-    def _alone(self, problem: Problem, attached: bool, share: float, create_graph: bool | None, shard: Shard) -> Result:
-        return joint(self.where, [forward(problem, shard, attached=attached)], [share], create_graph)[0]
+    def _alone(
+        self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard
+    ) -> Result:
+        found = forward(problem, shard, attached=attached)
+        return joint(self.where, [found], [share()], create_graph)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
+
+    own: Sequence[float]
+    whole: Callable[[], float]
+
+    def share(self, index: int) -> float:
+        """The part of a shard in the whole."""
+        return self.own[index] / self.whole()
 
 
 def _rounds(slots: Sequence[int]) -> list[list[int]]:

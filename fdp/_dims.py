@@ -44,7 +44,7 @@ def make_plan(
 
 def microbatched(plan: Plan, microbatches: int) -> Plan:
     """Cut every shard of a plan into pieces, as even as can be and none empty."""
-    if plan.sizes is None or microbatches == 1:
+    if not plan.sizes or microbatches == 1:
         return plan
     pieces = [
         (slot, device, piece)
@@ -80,8 +80,8 @@ def proportional(rows: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def check_weights(weights: Iterable[float], slots: int, where: str) -> tuple[float, ...]:
-    """The weights as numbers: one a slot, finite, none negative, not all zero."""
+def check_weights(weights: Iterable[float], slots: int, where: str, *, whole: bool = True) -> tuple[float, ...]:
+    """The weights as numbers: one a slot, finite, none negative, and if they are the `whole`, not all zero."""
     try:
         if isinstance(weights, Mapping | Set | str):
             raise TypeError("unordered")
@@ -90,7 +90,7 @@ def check_weights(weights: Iterable[float], slots: int, where: str) -> tuple[flo
         raise TypeError(f"{where}: weights must be a sequence of numbers, one a slot, got {weights!r}") from None
     if len(numbers) != slots:
         raise ValueError(f"{where}: {len(numbers)} weights for {slots} slots; expected one a slot")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in numbers) or sum(numbers) == 0:
+    if not all(math.isfinite(weight) and weight >= 0 for weight in numbers) or (whole and sum(numbers) == 0):
         raise ValueError(f"{where}: weights must be finite, not negative and not all zero, got {list(numbers)}")
     return numbers
 

@@ -11,8 +11,10 @@ from fdp._guards import is_forward_mode
 from fdp._linear import Fence, Handle, Known, Linear, Undifferentiable, attached
 from fdp._meeting import axis_of, depth, gang_of, inside, meet
 from fdp._operations import Extreme, Operation
+from fdp._over_processes import everywhere
 from fdp._tree import flatten, unflatten
 from fdp._typing import Tree
+from fdp._wire import Place
 
 
 def on_tree(
@@ -22,10 +24,12 @@ def on_tree(
     axis = axis_of(where, axis_name)
     flat = flatten(tree, "tree", where=where)
     kinds = (Tensor, int, float) if numbers else (Tensor,)
-    wrong = [flat.path(i) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
+    wrong = [f"{flat.path(i)} ({_type(leaf)})" for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
     if wrong:
-        kind = "tensors and numbers" if numbers else "tensors"
-        raise TypeError(f"{where}: only {kind} can be exchanged, not {', '.join(wrong)}")
+        kind = "tensors, ints and floats" if numbers else "tensors"
+        raise TypeError(
+            f"{where}: only {kind} can be exchanged, not {', '.join(wrong)}. torch.as_tensor makes tensors of numbers"
+        )
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     operation = make([tensor.ndim for tensor in tensors])
     operation.name = where
@@ -36,21 +40,28 @@ def on_tree(
     return unflatten(flat.structure, [next(found) if isinstance(leaf, Tensor) else next(rest) for leaf in flat.leaves])
 
 
+def _type(leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+
+
 def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[Any]:
-    reduce: Callable[[Any], Any] = {"psum": sum, "pmax": max, "pmin": min}.get(where, sum)
-    if not numbers or axis.slot.count == 1:
-        return numbers
+    reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
 
     def combine(values: list[list[Any]]) -> list[list[Any]]:
-        return [[reduce(column) for column in zip(*values, strict=True)]] * len(values)
+        columns = zip(*everywhere(values, gang.settings.across, Place(where, repr((key, same)), say)), strict=True)
+        # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
+        return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
 
+    if not numbers or axis.slot.count == 1:
+        return [sum([x]) for x in numbers]  # as with several: bools become ints
     gang = gang_of(axis, where)
-    index = axis.slot.index
+    index = gang.place(axis.slot)
     key = gang.number(index, gang.number(index, ("forward", inside(axis))))
-    what = What(
-        where, ("numbers", same), lambda: f"{len(numbers)} numbers as {str(same[0]).removeprefix('PyTreeSpec')}"
-    )
-    return gang.meet(index, key, what, numbers, combine)
+
+    def say() -> str:
+        return "a number" if same[0].is_leaf() else f"numbers as {str(same[0]).removeprefix('PyTreeSpec')}"
+
+    return gang.meet(index, key, What(where, ("numbers", same), say), numbers, combine)
 
 
 def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any) -> Sequence[Tensor]:
@@ -62,7 +73,7 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
         found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
         return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several
     gang = gang_of(axis, operation.name)
-    index, forward = axis.slot.index, ("forward", inside(axis))
+    index, forward = gang.place(axis.slot), ("forward", inside(axis))
     if gang.settings.joint:
         if depth() > gang.settings.depth:
             raise RuntimeError(

@@ -25,6 +25,7 @@ from fdp._known import (
     note,
     remember_together,
 )
+from fdp._processes import Across
 from fdp._state import is_carried, why_not_together
 from fdp._threads import run_side_by_side
 from fdp._together import Task, run_together
@@ -42,6 +43,11 @@ class Mode(NamedTuple):
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
     apart: bool = False  # the call raises `Together`
+    across: Across | None = None  # the part of this process, where there are others
+
+    def stays_apart(self) -> bool:
+        """Whether shards that come to a collective raise `Together`."""
+        return self.apart or (self.across is not None and self.across.adds_at_end)
 
 
 def thread_safe(fn: Function) -> Function:
@@ -77,14 +83,14 @@ def thread_safe(fn: Function) -> Function:
     return fn
 
 
-def slots_of(plan: Plan, axis_name: str) -> list[Slot]:
-    """The place of every shard of a plan."""
+def slots_of(plan: Plan, axis_name: str, across: Across | None = None) -> list[Slot]:
+    """The place of every shard of a plan, counted over all processes."""
     ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
     several = len(ranks) < len(plan.slots)
     places, first = [], {slot: i for i, slot in reversed(list(enumerate(plan.slots)))} if several else {}
     for i, (slot, device) in enumerate(zip(plan.slots, plan.devices, strict=True)):
         piece = i - first[slot] if several else None
-        places.append(Slot(ranks[slot], len(ranks), plan.rows(i), device, axis_name, piece))
+        places.append(Slot(ranks[slot], len(ranks), plan.rows(i), device, axis_name, piece, across))
     return places
 
 
@@ -101,6 +107,8 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
 
     If a shard fails the others still run, and the first failure is raised with a note that names all of them.
     """
+    if not tasks:  # other processes have them
+        return
     if torch.compiler.is_compiling():
         for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
             take(i, run_in_slot(slot, mode.seed, task))
@@ -109,7 +117,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
     wanted: list[str] = []
     before = WANTED.set(wanted)
     try:
-        if slots[0].count > 1 and (must_run_together(mode.fn) or mode.effects) and why_not_together() is None:
+        if (must_run_together(mode.fn) or mode.effects) and slots[0].count > 1 and why_not_together() is None:
             raise Together
         failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
         if wanted and not failures:
@@ -120,7 +128,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
     except Together as need:
         if not mode.effects:
             remember_together(mode.fn)
-        if mode.apart:
+        if mode.stays_apart():
             raise
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:
@@ -150,7 +158,9 @@ def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take
     if compiles and any(is_cold(mode.fn, slot) for slot in slots):
         side_by_side = False
     before = compilations()
-    results, failures = run_together(tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here)
+    results, failures = run_together(
+        tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here, across=mode.across
+    )
     if compiles:
         for slot in slots:
             note(mode.fn, slot, compiled=compilations() != before)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from fdp._context import Slot, text_of
+from fdp._processes import Across
 from fdp._state import ThreadState
 from fdp._turns import Abandoned, Member, Turns, Wait
 
@@ -29,7 +30,7 @@ class What(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How slots run together.
+    """How slots run together; `across` if slots of other processes are among them.
 
     `joint`: something outside differentiates or maps through the call, at `depth` layers of torch.func.
     """
@@ -40,6 +41,7 @@ class Settings(NamedTuple):
     state: ThreadState
     joint: bool
     depth: int
+    across: Across | None
 
 
 @final
@@ -48,11 +50,16 @@ class Gang:
 
     def __init__(self, slots: Sequence[Slot], settings: Settings, turns: Turns, token: object) -> None:
         self.slots, self.settings, self.turns, self.token = slots, settings, turns, token
+        self.first = slots[0].index  # those of other processes may come before
         self._lock = threading.Lock()
         self._meetings: dict[Any, _Meeting] = {}
         self._met: list[Counter[Any]] = [Counter() for _ in slots]
         self._ended: dict[int, str] = {}
         self.start: Callable[[], None] | None = None  # the other slots, when they are first needed
+
+    def place(self, slot: Slot) -> int:
+        """Which of these a slot is."""
+        return slot.index - self.first
 
     def number(self, index: int, key: Any) -> Any:
         """The next meeting of a slot under a key: the first of one slot is with the first of the others."""
@@ -107,10 +114,11 @@ class Gang:
         said = []
         for other in missing:
             if other in self._ended:
-                said.append(f"shard {other} {self._ended[other]}")
+                said.append(f"shard {self.first + other} {self._ended[other]}")
                 continue
             at = [meeting.whats[other].name for meeting in list(self._meetings.values()) if other in meeting.whats]
-            said.append(f"shard {other} waits in {at[0]}" if at else f"shard {other} has not come to it")
+            name = f"shard {self.first + other}"
+            said.append(f"{name} waits in {at[0]}" if at else f"{name} has not come to it")
         return ", ".join(said)
 
 
@@ -148,12 +156,12 @@ class _Meeting:
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""
         return Abandoned(
-            f"{self.whats[index].name} in shard {index} waits in vain: {self._gang.where(self.missing())}. All shards "
-            "must call the same collectives in the same order"
+            f"{self.whats[index].name} in shard {self._gang.first + index} waits in vain: "
+            f"{self._gang.where(self.missing())}. All shards must call the same collectives in the same order"
         )
 
     def _check(self) -> None:
-        whats = sorted(self.whats.items())
+        whats = [(self._gang.first + i, what) for i, what in sorted(self.whats.items())]
         first = whats[0][1]
         if any(what.name != first.name for _, what in whats):
             each = ", ".join(f"{what.name} in shard {i}" for i, what in whats)

@@ -132,7 +132,7 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
     if not tensors:
         if is_array(column[0]):
             return f"{flat.path(index)} is a numpy array, which is not joined: return torch.as_tensor(array)"
-        return None if all(_same(column[0], value) for value in column) else _differs(column, flat.path(index))
+        return None if all(same_value(column[0], value) for value in column) else _differs(column, flat.path(index))
     if len(tensors) < len(column):
         return f"{flat.path(index)} is a tensor in some shards and none in others: {_values(column)}"
     if isinstance(spec, int):
@@ -188,7 +188,8 @@ def _equal(a: torch.Tensor, b: torch.Tensor, flat: Flat, index: int) -> bool:
     return one.is_meta or torch.equal(one, copy(other, one.device, flat, index))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are equal; NaN is to itself."""
     if a is b:
         return True
     try:

@@ -16,6 +16,7 @@ from fdp._context import Slot
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
 _TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
+_APART: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards have not
 _ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alone
 
 
@@ -86,6 +87,16 @@ def remember_together(fn: Any) -> None:
     _TOGETHER.add(_key(fn))
 
 
+def runs_apart(fn: Any) -> bool:
+    """Whether shards of `fn` have not met in a call on a mesh, nor elsewhere."""
+    return len(_APART) > 0 and _key(fn) in _APART and not must_run_together(fn)
+
+
+def remember_apart(fn: Any, *, apart: bool) -> None:
+    """Keep in mind whether shards of `fn` have met."""
+    (_APART.add if apart else _APART.discard)(_key(fn))
+
+
 def _key(fn: Any) -> Any:
     """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
     while isinstance(fn, functools.partial):
@@ -102,4 +113,4 @@ def _key(fn: Any) -> Any:
 
 def _kind(slot: Slot) -> Any:
     """What, of all that torch.compile makes code for, differs between calls in a usual program."""
-    return None if slot.rows is None else len(slot.rows), slot.device.type, torch.is_grad_enabled()
+    return None if slot.own_rows is None else len(slot.own_rows), slot.device.type, torch.is_grad_enabled()

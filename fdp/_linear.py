@@ -10,6 +10,7 @@ from fdp._context import AXES
 from fdp._gang import Gang
 from fdp._meeting import OF, meet
 from fdp._operations import Operation
+from fdp._reach import refuse_batched
 from fdp._tensor import is_inexact
 
 
@@ -28,7 +29,7 @@ class Handle:
         """Where the slots of that call are now: still running, or running its backward."""
         for axis in reversed(AXES.get()):
             if axis.gang is not None and axis.gang.token is self.token:
-                return axis.gang, axis.slot.index
+                return axis.gang, axis.gang.place(axis.slot)
         raise RuntimeError(
             f"{name}: its gradient was asked for where the slots of its call do not run. Differentiate inside the "
             "mapped function, or what the call returned"
@@ -81,6 +82,7 @@ class Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_batched(grads, ctx.operation.name)
         back = ctx.handle.of_transpose()
         gang, index = back.gang(ctx.operation.name)
         operation = ctx.operation.transpose()

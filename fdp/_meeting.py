@@ -9,8 +9,10 @@ from torch import Tensor
 from fdp._context import AXES, IN_PLACE, Axis
 from fdp._gang import WANTED, Gang, Together, What
 from fdp._operations import Operation
+from fdp._over_processes import over_processes
 from fdp._packing import layout_of, packed, unpacked
 from fdp._tensor import copy
+from fdp._wire import Place
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -69,7 +71,8 @@ def meet(
         while isinstance(structure, tuple):
             structure = structure[-1] if structure[0] == OF else structure[0]
         tree = "" if structure.is_leaf() else f" as {str(structure).removeprefix('PyTreeSpec')}"
-        return shown + ", ..." * (len(kinds) > len(first)) + tree
+        options = operation.options()
+        return shown + ", ..." * (len(kinds) > len(first)) + tree + (f" with {options}" if options else "")
 
     needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -77,8 +80,16 @@ def meet(
         devices = [slot.device for slot in gang.slots]
         operations, columns, needed = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
-        for leaf, xs in enumerate(zip(*columns, strict=True)):
-            made = operations[0].results(_Moved(xs, devices[0], names, leaf), leaf)
+        moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
+        across = gang.settings.across
+        if across is None or across.talk is None:
+            found = [operations[0].results(xs, leaf) for leaf, xs in enumerate(moved)]
+        else:
+            _check_across(gang, operation.name)
+            place = Place(operation.name, repr((key, kinds, operation.options())), say)
+            needed = [any(row) for row in across.talk.agree(place, [any(needed)])]
+            found = over_processes(operations[0], moved, across, operation.name)
+        for leaf, (xs, made) in enumerate(zip(zip(*columns, strict=True), found, strict=True)):
             seen = {id(x) for x in xs}
             for result, x, device in zip(results, made, devices, strict=True):
                 result.append(copy(x, device, names, leaf, always=id(x) in seen))  # each slot may write to its own
@@ -93,6 +104,14 @@ def meet(
 
 
 OF = "gradient of"
+
+
+def _check_across(gang: Gang, name: str) -> None:
+    if gang.settings.joint:
+        raise RuntimeError(
+            f"{name}: a call over several processes, with collectives, cannot be transformed by torch.func from "
+            "outside, since what is transformed stays in its process. Transform inside the mapped function"
+        )
 
 
 class _Moved(Sequence[Tensor]):

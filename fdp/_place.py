@@ -8,6 +8,7 @@ import torch
 
 from fdp._devices import as_devices
 from fdp._dims import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
+from fdp._processes import Processes
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
 from fdp._tree import Flat, flatten, is_array, unflatten
@@ -103,6 +104,11 @@ def plan_args(
     return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
 
 
+def held_slots(flats: Sequence[Flat]) -> list[tuple[str, Slots]]:
+    """All Sharded and Replicated arguments, by their paths."""
+    return [(flat.path(i), leaf) for flat in flats for i, leaf in _slots_in(flat)]
+
+
 def _slots_in(flat: Flat) -> Iterable[tuple[int, Slots]]:
     return [(i, leaf) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)]
 
@@ -126,6 +132,24 @@ def _common_slots(held: Sequence[tuple[str, Slots]], devices: Devices, where: st
                 f"{len(slots)} ({', '.join(map(str, slots))})"
             )
     return slots
+
+
+def common_processes(
+    held: Iterable[tuple[str, Slots]], devices: Devices, given: Processes | None, where: str
+) -> Processes | None:
+    """Those that the devices and all Sharded and Replicated arguments are spread over; None if there are no others."""
+    held = list(held)
+    found = given if devices is not None or not held else held[0][1].processes
+    for path, slots in held:
+        if slots.processes is not found:
+            on, other = ("a mesh", "not on it") if found is not None else ("this process alone", "on a mesh")
+            raise ValueError(
+                f"{where}: the call is on {on}, but {path} is {other}. fdp.scatter(x, mesh) and fdp.replicate(x, mesh) "
+                "put things on a mesh, and the mesh is given as devices, or not at all"
+            )
+    if found is not None:
+        found.check(where)
+    return found
 
 
 def _sizes_of(sharded: Sharded, spec: Any, path: str, where: str) -> tuple[int, ...] | None:

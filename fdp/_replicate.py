@@ -1,16 +1,22 @@
 """Replicate and unreplicate: the same tree on every slot. Its adjoint is the sum over slots."""
 
+import dataclasses
+
 import torch
 
 from fdp._devices import as_devices
+from fdp._processes import begins, processes_of
+from fdp._same import same_everywhere
 from fdp._slots import Replicated, Slots
 from fdp._tensor import copy
-from fdp._tree import flatten, unflatten
+from fdp._tree import Flat, flatten, unflatten
 from fdp._typing import Devices, Tree
 
 
-def replicate(tree: Tree, devices: Devices, *, copy: bool = True) -> Replicated:
+def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: bool = False) -> Replicated:
     """Put a tree on every slot.
+
+    On a mesh of several processes the values are those of process 0, everywhere.
 
     `unreplicate(replicate(tree, devices)) == tree`; gradients of the copies add up in `tree`.
 
@@ -26,24 +32,31 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True) -> Replicated:
         devices: One device a slot.
         copy: Give every slot storage of its own, to be written in place if you like. False reuses what is on the
             device already, and slots on one device share it.
+        check_values: On a mesh, raise if the values of a process differ from those of process 0, in place of replacing
+            them.
 
     Returns:
         One tree a slot. A tensor that stands in several places of the tree stays one tensor.
 
     Raises:
-        ValueError: A device does not exist.
+        ValueError: A device does not exist; on a mesh, the trees of the processes differ, and where.
         TypeError: An object that holds tensors but is no tree.
     """
-    return replicate_on(tree, as_devices(devices, "replicate"), always=copy, name="tree", where="replicate")
+    with begins("replicate", devices, ()):
+        processes = processes_of(devices, "replicate")
+        slots = as_devices(devices, "replicate")
+        flat = flatten(tree, "tree", where="replicate")
+        _check_plain(tree, flat, "replicate")
+        if processes is not None:
+            tree = same_everywhere(flat, processes, check_values)
+    copies = replicate_on(tree, slots, always=copy, name="tree", where="replicate")
+    return dataclasses.replace(copies, processes=processes)
 
 
 def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str) -> Replicated:
     """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
     flat = flatten(tree, name, where=where)
-    for i, leaf in enumerate(flat.leaves):
-        if isinstance(leaf, Slots):
-            what = "the tree" if leaf is tree else flat.path(i)
-            raise TypeError(f"{where}: {what} is a {type(leaf).__name__} already")
+    _check_plain(tree, flat, where)
     shards = []
     for device in slots:
         memo: dict[torch.Tensor, torch.Tensor] = {}  # tensors are keys by identity
@@ -52,6 +65,13 @@ def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, n
                 memo[leaf] = copy(leaf, device, flat, i, always=always)
         shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
     return Replicated(tuple(shards), slots)
+
+
+def _check_plain(tree: Tree, flat: Flat, where: str) -> None:
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, Slots):
+            what = "the tree" if leaf is tree else flat.path(i)
+            raise TypeError(f"{where}: {what} is a {type(leaf).__name__} already")
 
 
 def unreplicate(replicated: Replicated, *, slot: int = 0) -> Tree:

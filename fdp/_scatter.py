@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from fdp._devices import as_device, as_devices
 from fdp._dims import check_weights
 from fdp._join import join
+from fdp._join_across import gather_across
 from fdp._place import flatten_args, place, plan_args
+from fdp._processes import begins, processes_of
 from fdp._slots import Sharded, Slots
 from fdp._tree import named_spec
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Tree
@@ -43,13 +45,15 @@ def scatter(
         ValueError: Rows disagree, a dim is out of range, `in_dims` is not a prefix, or a device does not exist.
         TypeError: A numpy array under an int, or an object that holds tensors but is no tree.
     """
+    processes = processes_of(devices, "scatter")
     slots = as_devices(devices, "scatter")
     if isinstance(tree, Slots):
         raise TypeError(f"scatter: the tree is a {type(tree).__name__} already")
     flats = flatten_args([("tree", tree, in_dims, "in_dims")], "scatter")
     slots, plan = plan_args(flats, slots, weights, "scatter", keep_empty=keep_empty)
     shards = place(flats[0], plan, {})
-    return Sharded(tuple(shards), plan.devices, plan.sizes, named_spec(flats[0].structure, flats[0].specs))
+    dims = named_spec(flats[0].structure, flats[0].specs)
+    return Sharded(tuple(shards), plan.devices, plan.sizes, dims, processes=processes)
 
 
 def gather(
@@ -58,8 +62,11 @@ def gather(
     *,
     device: DeviceLike | None = None,
     weights: Sequence[float] | None = None,
+    across: bool = False,
 ) -> Tree:
     """Join the shards of all slots into one tree.
+
+    On a mesh, reductions and None are those of all processes; the rest is joined in each process, or `across` all.
 
     Inverse of `scatter`: `gather(scatter(tree, devices)) == tree`.
 
@@ -77,6 +84,7 @@ def gather(
             or a function of slot 0's tensor that returns one of these. By default as it was scattered.
         device: Where the result goes, by default the device of slot 0.
         weights: One number a slot for `"mean"`, by default the rows of each slot.
+        across: On a mesh, join the rows, lists and stacks of all processes too, in their order; without gradients.
 
     Returns:
         One tree. Values that are no tensors must be equal on all slots and are returned once.
@@ -86,9 +94,14 @@ def gather(
     """
     if not isinstance(sharded, Slots):
         raise TypeError(f"gather: expected a Sharded, as fdp.scatter makes it, got {type(sharded).__name__}")
-    dims = sharded.dims if out_dims is AUTO else out_dims
-    if dims is AUTO:
-        raise ValueError("gather: these shards carry no dims; pass out_dims, e.g. 0 to concatenate or 'mean'")
-    shares = sharded.sizes if weights is None else check_weights(weights, len(sharded), "gather")
-    target = sharded.devices[0] if device is None else as_device(device, "gather")
+    processes = sharded.processes
+    with begins("gather", None, [sharded]):
+        dims = sharded.dims if out_dims is AUTO else out_dims
+        if dims is AUTO:
+            raise ValueError("gather: these shards carry no dims; pass out_dims, e.g. 0 to concatenate or 'mean'")
+        own, alone = sharded.sizes, processes is None
+        shares = own if weights is None else check_weights(weights, len(sharded), "gather", whole=alone)
+        target = sharded.devices[0] if device is None else as_device(device, "gather")
+        if processes is not None:
+            return gather_across(processes, sharded.shards, dims, shares, target, across)
     return join(sharded.shards, dims, shares, target, "shard", "gather")

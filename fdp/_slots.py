@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from fdp._devices import as_devices
+from fdp._processes import Processes
 from fdp._tree import register_leaf
 from fdp._typing import AUTO, Auto, Dims, Tree
 
@@ -20,6 +21,7 @@ class Slots:
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...] | None = None
     dims: Dims | Auto = AUTO
+    processes: Processes | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
@@ -54,7 +56,8 @@ class Slots:
         devices = ", ".join(f"{device}" + f" x {n}" * (n > 1) for device, n in Counter(map(str, self.devices)).items())
         rows = "" if self.sizes is None else f", rows {'+'.join(map(str, self.sizes))}"
         slots = f"{len(self)} slot" + "s" * (len(self) > 1)
-        return f"{type(self).__name__}({slots} on {devices}{rows}: {_summary(self.shards[0])})"
+        mesh = "" if self.processes is None else f" of process {self.processes.wire.rank}"
+        return f"{type(self).__name__}({slots}{mesh} on {devices}{rows}: {_summary(self.shards[0])})"
 
     def unzip(self) -> tuple[Self, ...]:
         """Tuples in every slot, turned into a tuple with one of these for each position."""
@@ -88,11 +91,12 @@ class Sharded(Slots):
         devices: The device of each slot.
         sizes: Rows of each slot, or None where that is not known.
         dims: Which dimension of each leaf was split, as a prefix tree, or `AUTO` where that is not known.
+        processes: Those of the mesh whose local slots these are; None if this process is alone.
     """
 
     def map(self, fn: Callable[[Tree], Tree]) -> "Sharded":
         """Apply a function to the tree of every slot, one after the other. The result carries no dims and no sizes."""
-        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices)
+        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -111,13 +115,14 @@ class Replicated(Slots):
         devices: The device of each slot.
         sizes: None: there are no rows.
         dims: None: the whole tree is on every slot.
+        processes: As in `Sharded`.
     """
 
     dims: Dims | Auto = None
 
     def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
         """Apply a function to the tree of every slot, one after the other."""
-        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices)
+        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
 
 
 register_leaf(Sharded)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdp._reach import captured, refuse_batched
 from fdp._tree import map_tensors
 from fdp._typing import Tree
 
@@ -108,6 +109,7 @@ class _Stitch(torch.autograd.Function):
                 "Trying to backward through the graph of a mapped function a second time, after it has been freed. "
                 "Specify retain_graph=True if you need to"
             )
+        refuse_batched(grads, "a mapped function with collectives")
         create = torch.is_grad_enabled()
         if not (create or _C._autograd._get_current_graph_task_keep_graph()):
             ctx.graph = None
@@ -160,16 +162,4 @@ def _differentiate(graph: _Graph, slot: int, grads: list[Tensor], create: bool) 
 
 def _captured(outs: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
     """Leaves of the caller's that a slot depends on without having been given them."""
-    own, found = {id(x) for x in inner}, dict[int, Tensor]()
-    stack, seen = [x.grad_fn for x in outs], set()
-    found |= {id(x): x for x in outs if x.is_leaf and id(x) not in own}  # returned as it was found
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            found[id(variable)] = variable
-        stack.extend(parent for parent, _ in node.next_functions)
-    return list(found.values())
+    return list({id(x): x for x in captured(outs, inner)}.values())

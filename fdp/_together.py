@@ -1,5 +1,6 @@
 """Running the shards of a call so that they can meet in collectives."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from fdp._gang import Settings
 from fdp._gang_run import Outcome, run_gang, run_gang_here
 from fdp._guards import install, is_forward_mode
 from fdp._meeting import depth
+from fdp._processes import Across
 from fdp._state import ThreadState, why_not_together
 from fdp._stitch import Ends, isolated, stitched
 from fdp._typing import Tree
@@ -27,7 +29,13 @@ class Task(NamedTuple):
 
 
 def run_together(
-    tasks: Sequence[Task], slots: Sequence[Slot], *, side_by_side: bool, seed: int | None, here: bool = False
+    tasks: Sequence[Task],
+    slots: Sequence[Slot],
+    *,
+    side_by_side: bool,
+    seed: int | None,
+    here: bool = False,
+    across: Across | None = None,
 ) -> tuple[list[Any], list[tuple[Slot, Exception]]]:
     """Run one task a slot, or several one after the other, with all slots alive: results in order, and failures.
 
@@ -37,7 +45,8 @@ def run_together(
     if reason is not None:
         raise RuntimeError(f"collectives need a thread for each slot, which cannot see {reason}")
     install()
-    groups = [[i for i, slot in enumerate(slots) if slot.index == index] for index in range(slots[0].count)]
+    indices = dict.fromkeys(slot.index for slot in slots)
+    groups = [[i for i, slot in enumerate(slots) if slot.index == index] for index in indices]
     joint = torch._C._are_functorch_transforms_active() or is_forward_mode()
     devices = [slot.device for slot in slots]
     on_cpu = all(device.type in ("cpu", "meta") for device in devices)
@@ -45,7 +54,7 @@ def run_together(
     limit = (cores() if on_cpu else len(groups)) if side_by_side else 1
     threads = torch.get_num_threads()
     share = max(1, min(threads, cores() // min(limit, len(groups)))) if on_cpu else threads
-    settings = Settings(limit, share, seed, ThreadState.of_caller(devices), joint, depth())
+    settings = Settings(limit, share, seed, ThreadState.of_caller(devices), joint, depth(), across)
     token = object()
     if joint or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _in_order(_run(tasks, slots, groups, settings, token, here=here), groups)
@@ -57,9 +66,10 @@ def run_together(
 
     def run_all(backwards: Sequence[Callable[[], Any]]) -> list[Any]:
         again = settings._replace(state=ThreadState.of_caller(devices), seed=None)
-        found, failed = _in_order(_run(backwards, slots, groups, again, token), groups)
-        if failed:
-            raise failed[0][1]
+        with contextlib.nullcontext() if across is None else across.again("the end of a backward"):
+            found, failed = _in_order(_run(backwards, slots, groups, again, token), groups)
+            if failed:
+                raise failed[0][1]
         return found
 
     return stitched(results, list[Ends](ends), run_all), []

@@ -8,6 +8,7 @@ tensors is refused, because its tensors would silently be neither split nor move
 import sys
 import threading
 import warnings
+import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -76,6 +77,18 @@ def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
         leaves += below
         specs += [spec] * len(below)
     return Flat(name, leaves, specs, structure)
+
+
+def digest_of(flat: Flat) -> int:
+    """A number that trees with the same paths have, in every process."""
+    if flat.structure not in _DIGESTS:
+        if len(_DIGESTS) > 1000:
+            _DIGESTS.clear()
+        _DIGESTS[flat.structure] = zlib.crc32(repr(flat.structure.paths()).encode())
+    return _DIGESTS[flat.structure]
+
+
+_DIGESTS: dict[optree.PyTreeSpec, int] = {}
 
 
 def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Tree:

@@ -1,0 +1,292 @@
+"""What processes say to each other, over torch.distributed: that they are at the same place, sums, and their tensors.
+
+Before any data there is a header, which all processes compare. Who has failed says so in the header that the others
+wait for, so that nobody waits in vain and all are at the same place again afterwards.
+"""
+
+import contextlib
+import datetime
+import pickle
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as is_transformed
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fdp._context import text_of
+from fdp._tensor import accumulator
+
+_LARGE = 2**19  # bytes from which a tensor is summed by itself
+_BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
+
+
+_FAILED, _AGAIN = 1, 2
+
+
+class Again(BaseException):
+    """Raised in all processes if one finds that the call has to begin anew in another way."""
+
+
+class Place(NamedTuple):
+    """Where a process is: the name of what it does, and what of it has to be the same everywhere, or None."""
+
+    name: str
+    same: str | None = None
+    say: Callable[[], str] = str
+
+
+class Elsewhere(RuntimeError):
+    """Raised where another process has failed, or has gone elsewhere."""
+
+    def __reduce__(self) -> Any:
+        return RuntimeError, self.args  # for those who load it, too
+
+
+Elsewhere.__name__ = Elsewhere.__qualname__ = "RuntimeError"  # for users it is one
+Elsewhere.__module__ = "builtins"
+
+
+@final
+class Talk:
+    """What the processes of a wire say in one call; it is over as soon as one of them has failed."""
+
+    def __init__(self, wire: "Wire") -> None:
+        self.wire = wire
+        self.is_over = False
+        self._error: Exception | None = None
+
+    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+        """`begin`, and what comes of it."""
+        return self.begin(place, numbers, failure)()
+
+    def begin(
+        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """`Wire.begin`, unless it has failed before: then the others do not wait any more."""
+        if self.is_over:
+            if failure is not None:
+                return list
+            raise Elsewhere(f"{place.name}: {self._error or 'another process has failed before'}")
+        self.is_over = True
+        wait = self.wire.begin(place, numbers, failure)
+
+        def finish() -> list[list[int]]:
+            try:
+                found = wait()
+            except Exception as error:
+                self._error = error
+                raise
+            self.is_over = failure is not None
+            return found
+
+        return finish
+
+
+@final
+class Wire:
+    """Some processes, by their ranks in the mesh, and the group in which they talk."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, width: int, timeout: datetime.timedelta) -> None:
+        self.group, self.ranks, self.rank = group, tuple(ranks), rank
+        self._width, self._timeout = width, timeout
+        kinds = str(dist.get_backend_config(group))
+        self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
+
+    def narrowed(self, ranks: tuple[int, ...]) -> "Wire | None":
+        """A wire between some of these processes, all of which make it together; None if this is none of them."""
+        group = dist.new_group([self._global(self.ranks.index(rank)) for rank in ranks], timeout=self._timeout)
+        return Wire(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
+
+    @property
+    def position(self) -> int:
+        """Which of the processes this is."""
+        return self.ranks.index(self.rank)
+
+    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+        """`begin`, and what comes of it."""
+        return self.begin(place, numbers, failure)()
+
+    def begin(
+        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """Meet the other processes and exchange a few numbers. All are at the same place, or all raise `Elsewhere`.
+
+        The process that failed does not raise: it has an error of its own. What is returned waits for the others.
+        """
+        digest = 0 if place.same is None else zlib.crc32(f"{place.name} {place.same}".encode())
+        status = 0 if failure is None else _AGAIN if isinstance(failure, Again) else _FAILED
+        own = [zlib.crc32(place.name.encode()), digest, status, *numbers]
+        assert len(numbers) <= self._width  # all headers have one size, or nobody could compare them
+        header = torch.tensor(own + [0] * (self._width + 3 - len(own)), dtype=torch.int64, device=self._control)
+        table = [torch.empty_like(header) for _ in self.ranks]
+        work = self._run(place.name, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
+
+        def finish() -> list[list[int]]:
+            self._run(place.name, work.wait)
+            rows = [row.tolist() for row in table]
+            digests = {row[1] for row in rows if row[1]}
+            statuses = {row[2] for row in rows}
+            if statuses == {0} and len(digests) <= 1 and all(row[0] == own[0] for row in rows):
+                return [row[3 : 3 + len(numbers)] for row in rows]
+            how = (
+                None
+                if failure is None or status != _FAILED
+                else f"has raised {type(failure).__name__}: {text_of(failure)}"
+            )
+            trace = "" if failure is None or status != _FAILED else "".join(traceback.format_exception(failure))
+            *said, traces = zip(*self.objects((place.name, place.say(), how, trace), place.name), strict=True)
+            if status == _FAILED:
+                return []
+            if _AGAIN in statuses and _FAILED not in statuses:
+                raise Again
+            error = Elsewhere(self._explain(place, list(zip(*said, strict=True))))
+            for rank, text in zip(self.ranks, traces, strict=True):  # it may be ended before it has printed it
+                if text:
+                    error.add_note(f"In process {rank}:\n{text.rstrip()}")
+            raise error
+
+        return finish
+
+    def _explain(self, place: Place, said: Sequence[tuple[str, str, str | None]]) -> str:
+        failed = [f"process {rank} {how}" for rank, (_, _, how) in zip(self.ranks, said, strict=True) if how]
+        if failed:
+            return f"{place.name} in process {self.rank} is in vain: {'; '.join(failed)}"
+        if any(name != place.name for name, _, _ in said):
+            each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
+            return f"the processes are at different places: {each}. All must do the same in the same order"
+        lines = zip_longest(*(what.split("\n") for _, what, _ in said), fillvalue="nothing")
+        differing = next((line for line in lines if len(set(line)) > 1), [what for _, what, _ in said])
+        each = ", ".join(f"{what} in process {rank}" for rank, what in zip(self.ranks, differing, strict=True))
+        return f"{place.name}: the processes do not fit together: {each}"
+
+    def objects(self, value: Any, name: str) -> list[Any]:
+        """The value of every process, pickled on the way."""
+        problem = data = None
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # the others are told, or they would wait
+            problem = f"{type(error).__name__}: {text_of(error)}"
+        found: list[Any] = [None] * len(self.ranks)
+        self._run(name, lambda: dist.all_gather_object(found, (data, problem), group=self.group))
+        for rank, (_, text) in zip(self.ranks, found, strict=True):
+            if text is not None:
+                raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {text}")
+        return [pickle.loads(data) for data, _ in found]
+
+    def sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> list[Tensor]:
+        """`begin_sums`, and what comes of it."""
+        return self.begin_sums(tensors, name, ours)()
+
+    def begin_sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> Callable[[], list[Tensor]]:
+        """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs."""
+        buckets = _buckets(tensors, ours or [False] * len(tensors))
+        flats = []
+        waits = []
+        for indices, in_place in buckets:
+            flat = tensors[indices[0]] if in_place else torch.cat([_summable(tensors[i]).reshape(-1) for i in indices])
+            flats.append(flat)
+            waits.append(self._run(name, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True)))
+
+        def finish() -> list[Tensor]:
+            found: list[Any] = [None] * len(tensors)
+            for work, flat, (indices, in_place) in zip(waits, flats, buckets, strict=True):
+                self._run(name, work.wait)
+                if in_place:
+                    found[indices[0]] = flat
+                    continue
+                sizes = [tensors[i].numel() * (2 if tensors[i].is_complex() else 1) for i in indices]
+                for i, part in zip(indices, flat.split_with_sizes(sizes), strict=True):
+                    # `.data`: each has a version of its own, so that a write to one is none to the others.
+                    found[i] = _like(part.data if len(indices) > 1 else part, tensors[i])
+            return found
+
+        return finish
+
+    def all(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
+        shapes = [torch.empty(tensor.ndim, dtype=torch.int64, device=self._control) for _ in self.ranks]
+        shape = torch.tensor(tensor.shape, dtype=torch.int64, device=self._control)
+        if tensor.ndim:
+            self._run(name, lambda: dist.all_gather(shapes, shape, group=self.group))
+        sizes = [torch.Size(x.tolist()) for x in shapes]
+        room = max(size.numel() for size in sizes) * tensor.element_size()
+        sent = torch.zeros(room, dtype=torch.uint8, device=tensor.device)
+        own = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        sent[: own.numel()] = own
+        arrived = [torch.empty_like(sent) for _ in self.ranks]
+        self._run(name, lambda: dist.all_gather(arrived, sent, group=self.group))
+        return [
+            x[: size.numel() * tensor.element_size()].view(tensor.dtype).reshape(size)
+            for x, size in zip(arrived, sizes, strict=True)
+        ]
+
+    def share(self, tensor: Tensor, position: int, name: str) -> None:
+        """Overwrite the tensor, which is contiguous, by that of one of the processes."""
+        data = tensor.view(-1).view(torch.uint8)
+        self._run(name, lambda: dist.broadcast(data, self._global(position), group=self.group))
+
+    def _global(self, position: int) -> int:
+        return position if self.group is None else dist.get_global_rank(self.group, position)
+
+    def _run(self, name: str, operation: Callable[[], Any]) -> Any:
+        try:
+            # What is said has nothing to do with what is being transformed here.
+            with temporarily_clear_interpreter_stack() if is_transformed() else contextlib.nullcontext():
+                return operation()
+        except (RuntimeError, ValueError) as error:
+            others = ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
+            raise Elsewhere(
+                f"{name}: process {self.rank} could not reach all of the others ({others}). One has ended, or did not "
+                f"come within the {self._timeout.total_seconds():g} seconds of fdp.distributed.init(timeout=...). "
+                f"torch.distributed says: {first_sentence(error)}"
+            ) from error
+
+
+def first_sentence(error: BaseException) -> str:
+    """What torch says, without its advice."""
+    return (str(error).splitlines() or [""])[0].split(". This is")[0]
+
+
+def _buckets(tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[tuple[list[int], bool]]:
+    """Which tensors are summed as one: those of one dtype and device, up to a size. And which in their own memory.
+
+    It depends on their shapes and dtypes only, since it has to be the same in all processes.
+    """
+    found: list[tuple[list[int], bool]] = []
+    filled: dict[Any, tuple[list[int], int]] = {}
+    for i, x in enumerate(tensors):
+        key = _summed_as(x.dtype), x.device, x.is_complex()
+        if x.numel() * key[0].itemsize >= _LARGE:
+            in_place = ours[i] and x.dtype is key[0] and x.layout is torch.strided and x.is_contiguous()
+            found.append(([i], in_place))
+            continue
+        bucket, size = filled.get(key, ([], 0))
+        if not bucket or size > _BUCKET:
+            bucket, size = [], 0
+            found.append((bucket, False))
+        bucket.append(i)
+        filled[key] = bucket, size + x.numel() * key[0].itemsize
+    return found
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    """Half precision has no room for sums, and not every backend knows every integer."""
+    if dtype.is_complex:
+        return dtype.to_real()
+    return accumulator(dtype) if dtype.is_floating_point else torch.int64
+
+
+def _summable(x: Tensor) -> Tensor:
+    x = x.detach().to_dense() if x.layout is not torch.strided else x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(_summed_as(x.dtype))
+
+
+def _like(flat: Tensor, x: Tensor) -> Tensor:
+    found = torch.view_as_complex(flat.view(*x.shape, 2)) if x.is_complex() else flat.view(x.shape).to(x.dtype)
+    return found.to_sparse(x.sparse_dim()) if x.layout is torch.sparse_coo else found

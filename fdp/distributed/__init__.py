@@ -1,0 +1,4 @@
+"""Beyond one process: a mesh of slots x processes, on torch.distributed."""
+
+from fdp.distributed._init import init as init
+from fdp.distributed._mesh import Mesh as Mesh

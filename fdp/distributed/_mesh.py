@@ -1,0 +1,113 @@
+"""A mesh: the slots of this process beside those of others."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+
+from fdp._dims import check_weights
+from fdp._place import flatten_args, plan_args
+from fdp._processes import Processes, Spread
+from fdp._tensor import split
+from fdp._tree import unflatten
+from fdp._typing import Dims, Tree
+
+
+@final
+class Mesh(Spread):
+    """Local slots x processes. It goes wherever devices go; as a sequence it holds the devices of this process.
+
+    Made by `fdp.distributed.init`. Leaving it as a context closes it.
+
+    >>> import fdp
+    >>> with fdp.distributed.init(devices=fdp.virtual_devices(2)) as mesh:  # outside of torchrun: one process
+    ...     mesh
+    Mesh(process 0 of 1, 2 slots on cpu x 2)
+
+    Attributes:
+        devices: The device of each slot of this process.
+        rank: The number of this process.
+        slots: How many slots each process has, by rank.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...], processes: Processes | None, *, owns_group: bool) -> None:
+        self.devices = devices
+        self._processes, self._owns_group = processes, owns_group
+        self._is_closed = False
+        self.rank = 0 if processes is None else processes.wire.rank
+        self.slots = (len(devices),) if processes is None else processes.slots
+
+    @property
+    def processes(self) -> Processes | None:
+        if self._is_closed:
+            raise RuntimeError("the mesh is closed; fdp.distributed.init makes another")
+        return self._processes
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.devices[index]
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name}" + f" x {n}" * (n > 1) for name, n in Counter(map(str, self.devices)).items())
+        closed = ", closed" if self._is_closed else ""
+        count = f"{len(self)} slot" + "s" * (len(self) > 1)
+        return f"Mesh(process {self.rank} of {len(self.slots)}, {count} on {names}{closed})"
+
+    def local(self, batch: Tree, in_dims: Dims = 0, *, weights: Sequence[float] | None = None) -> Tree:
+        """The rows of a global batch that this process works on.
+
+        With them `dp_apply` gives each slot the rows that it would have if one process had all slots, without weights.
+
+        >>> import fdp, torch
+        >>> with fdp.distributed.init() as mesh:
+        ...     mesh.local(torch.arange(3))
+        tensor([0, 1, 2])
+
+        Args:
+            batch: Any tree, the same in all processes.
+            in_dims: Which dimension holds the rows, as in `scatter`.
+            weights: Relative rows of each slot of the whole mesh, in order of the processes. By default sizes differ by
+                at most one. Give `dp_apply` those of this process; rounded anew, a slot may have a row more or less.
+
+        Returns:
+            A tree like it; tensors are views.
+
+        Raises:
+            ValueError, TypeError: As `scatter` does.
+        """
+        count, first = sum(self.slots), sum(self.slots[: self.rank])
+        flats = flatten_args([("batch", batch, in_dims, "in_dims")], "mesh.local")
+        everybody = (torch.device("cpu"),) * count
+        shares = None if weights is None else check_weights(weights, count, "mesh.local")
+        _, plan = plan_args(flats, everybody, shares, "mesh.local", keep_empty=True)
+        if plan.sizes is None:
+            return batch
+        before, own = sum(plan.sizes[:first]), sum(plan.sizes[first : first + len(self)])
+        flat, parts = flats[0], (before, own, sum(plan.sizes) - before - own)
+
+        def cut(leaf: Any, spec: Any) -> Any:
+            if spec is None:
+                return leaf
+            return leaf[before : before + own] if spec == "items" else split(leaf, parts, spec)[1]
+
+        return unflatten(flat.structure, map(cut, flat.leaves, flat.specs))
+
+    def close(self) -> None:
+        """End the mesh, and the process group if `init` made it. All processes do."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._processes is not None:
+            self._processes.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()

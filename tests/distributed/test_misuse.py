@@ -1,0 +1,62 @@
+"""A mesh, and what is on it, where they cannot be used."""
+
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fdp
+from tests.distributed.pool import Pool
+from tests.distributed.test_disagreement import PATIENCE, mean, works, x_of
+
+
+def misused(mesh: Any) -> list[str]:
+    """What is said where a mesh, or what is on it, is used wrongly; nobody talks meanwhile."""
+    p, x = fdp.replicate(torch.ones(3), mesh), fdp.scatter(x_of(mesh), mesh)
+    alone = fdp.scatter(x_of(mesh), fdp.virtual_devices(1))
+    other = fdp.distributed.init(devices=fdp.virtual_devices(1), timeout=PATIENCE)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("args?.* not on it|not on it", lambda: fdp.parallel_apply(torch.add, x, alone)),
+        ("is on .* mesh", lambda: fdp.dp_apply(mean, p, alone, out_dims="mean")),
+        ("on a mesh", lambda: fdp.dp_apply(mean, torch.ones(3), x, fdp.virtual_devices(1), out_dims="mean")),
+        ("is on a mesh, but params is not on it", lambda: fdp.dp_apply(mean, p, x, other, out_dims="mean")),
+        ("cannot be pickled; pickle its .shards", lambda: pickle.dumps(x)),
+        ("cannot be pickled|pickle", lambda: pickle.dumps(mesh)),
+    ]
+    found = [said(pattern, call) for pattern, call in calls]
+    other.close()
+    used: list[Callable[[], Any]] = [
+        lambda: fdp.dp_apply(mean, torch.ones(3), x_of(mesh), other, out_dims="mean"),
+        lambda: fdp.scatter(x_of(mesh), other),
+        lambda: fdp.replicate(torch.ones(3), other),
+        lambda: fdp.value_and_grad(mean, devices=other)(torch.ones(3), x_of(mesh)),
+        lambda: fdp.parallel_apply(torch.sum, torch.ones(3), devices=other),
+    ]
+    assert "closed" in repr(other)
+    return found + [said("mesh is closed", call) for call in used]
+
+
+def said(pattern: str, call: Callable[[], Any]) -> str:
+    try:
+        return f"no error, where {pattern!r} was expected: {call()}"
+    except Exception as error:
+        return "" if re.search(pattern, str(error)) else f"not {pattern!r}: {type(error).__name__}: {error}"
+
+
+def test_a_mesh_that_is_used_wrongly(two: Pool):
+    for found in two(misused):
+        assert not any(found), "\n".join(filter(None, found))
+    assert two(works) == [1.0, 1.0]
+
+
+def of_a_closed_mesh(mesh: Any) -> str:
+    other = fdp.distributed.init(devices=fdp.virtual_devices(1), timeout=PATIENCE)
+    x = fdp.scatter(x_of(mesh), other)
+    other.close()
+    return said("mesh is closed", lambda: fdp.gather(x)) + said("mesh is closed", lambda: fdp.parallel_apply(len, x))
+
+
+def test_what_is_on_a_closed_mesh(two: Pool):
+    assert two(of_a_closed_mesh) == ["", ""]

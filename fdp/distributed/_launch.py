@@ -1,0 +1,216 @@
+"""A function in several new processes of this machine, started by torch's launcher."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, start_processes
+
+from fdp._context import text_of
+from fdp.distributed._rank import Labelled, failure, has_returned, returned, run_rank
+
+StartMethod = Literal["auto", "fork", "spawn"]
+_PERIOD = 0.02  # seconds between two looks at the processes
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    /,
+    *args: Any,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    start_method: StartMethod = "auto",
+) -> list[Any]:
+    """Run `fn(*args)` in several new processes of this machine, as torchrun would, and return what each returns.
+
+    For notebooks and tests; programs are started by torchrun. In `fn`, `fdp.distributed.init()` joins the processes.
+
+    >>> import fdp, math
+    >>> fdp.distributed.launch(math.hypot, 2, 3.0, 4.0)
+    [5.0, 5.0]
+
+    `"fork"` starts at once, and takes any function: a lambda, or one of a notebook. No accelerator may have been used
+    before, nor a process group be open. A forked rank computes with one thread, as under torchrun, and must keep to
+    it: `torch.set_num_threads(2)` hangs there once this process has computed with two. Nothing else should be running
+    in this process meanwhile. `"spawn"` has no such limits, but imports torch and the program's main module again
+    (which needs `if __name__ == "__main__":`), and `fn` and `args` must be importable and picklable. `"auto"` forks if
+    torch is built for CPUs only. Otherwise it spawns what can be spawned and forks what cannot, if that is safe.
+
+    Args:
+        fn: Any function. What it prints is shown line by line, as `[rank 1] ...`.
+        nprocs: How many processes.
+        args: Its arguments; each process has its own copies.
+        timeout: Seconds after which all are ended. By default there is no limit.
+        env: More environment variables for all processes.
+        start_method: `"fork"`, `"spawn"` or `"auto"`.
+
+    Returns:
+        What each process returned, by rank, pickled on the way; tensors arrive on the CPU.
+
+    Raises:
+        ValueError, TypeError: A bad argument; `fn` can be neither spawned nor forked.
+        RuntimeError: A rank failed, with its traceback and its exception as the cause, or some had not returned in
+            time. Either way all processes have ended.
+    """
+    _check(fn, nprocs, timeout, start_method)
+    method, work = _plan(fn, args, start_method)
+    with tempfile.TemporaryDirectory(prefix="fdp-launch-") as name, _store() as port, _calm():
+        folder = Path(name)
+        context = _start(work, method, folder, [_environment(rank, nprocs, port, env) for rank in range(nprocs)])
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            result = _wait(context, folder, nprocs, timeout)
+        finally:
+            context.close(timeout=5)
+        if result.is_failed():
+            raise failure(folder, nprocs, result.failures)
+        return [returned(folder, rank) for rank in range(nprocs)]
+
+
+def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]) -> PContext:
+    """Start the processes. An interrupt waits meanwhile, or some would be started that nobody knows of."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return start_processes(
+            "launch",
+            run_rank,
+            dict.fromkeys(range(len(variables)), (work, folder)),
+            dict(enumerate(variables)),
+            Labelled(str(folder)),
+            {rank: f"[rank {rank}] " for rank in range(len(variables))},
+            method,
+        )
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        raise
+
+
+def _wait(context: PContext, folder: Path, nprocs: int, timeout: float | None) -> RunProcsResult:
+    """Until all have returned, or one has failed."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while (result := context.wait(0)) is None:
+        running = {process.pid for process in multiprocessing.active_children()}
+        late = [rank for rank in range(nprocs) if not has_returned(folder, rank)]
+        gone = [rank for rank in late if context.pids()[rank] not in running]
+        if gone:  # torch waits for ever if there is no error, or if a process that the rank has started is still there
+            result = context.wait(0.5, _PERIOD)
+            raise failure(folder, nprocs, dict.fromkeys(gone) if result is None else result.failures)
+        if late and end is not None and time.monotonic() > end:
+            for rank in late:
+                os.kill(context.pids()[rank], signal.SIGUSR1)  # say where you are: see `run_rank`
+            time.sleep(10 * _PERIOD)
+            raise RuntimeError(
+                f"launch: rank {', '.join(map(str, late))} of {nprocs} had not returned after "
+                f"{timeout:g} s. All have been ended; where they were is in their output"
+            )
+        time.sleep(_PERIOD)
+    return result
+
+
+def _check(fn: Any, nprocs: Any, timeout: Any, start_method: Any) -> None:
+    if sys.platform == "win32":
+        raise RuntimeError("launch: not on Windows; start the program by torchrun")
+    if not callable(fn):
+        raise TypeError(f"launch: fn must be a function, got {type(fn).__name__}: launch(fn, nprocs, *args)")
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int):
+        raise TypeError(f"launch: nprocs must be an int, got {nprocs!r}: launch(fn, nprocs, *args)")
+    if nprocs < 1:
+        raise ValueError(f"launch: nprocs must be at least 1, got {nprocs}")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise ValueError(f"launch: timeout must be a positive number of seconds or None, got {timeout!r}")
+    if start_method not in ("auto", "fork", "spawn"):
+        raise ValueError(f"launch: start_method must be 'auto', 'fork' or 'spawn', got {start_method!r}")
+
+
+def _plan(fn: Any, args: tuple[Any, ...], asked: StartMethod) -> tuple[str, Any]:
+    """How to start, and what to hand over: pickled where it is spawned, so that ranks share no memory either way."""
+    hindrance = _no_fork()
+    if asked == "fork" or (asked == "auto" and hindrance is None and torch.accelerator.current_accelerator() is None):
+        if hindrance is not None:
+            raise ValueError(f"launch: cannot fork, as {hindrance}. Use start_method='spawn'")
+        return "fork", (fn, args)
+    try:
+        main: Any = sys.modules.get("__main__")
+        if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+            raise pickle.PicklingError("it is defined interactively")
+        return "spawn", pickle.dumps((fn, args))
+    except Exception as error:
+        if asked == "auto" and hindrance is None:
+            return "fork", (fn, args)
+        what = getattr(fn, "__qualname__", repr(fn))
+        why = f", and cannot fork, as {hindrance}" if hindrance and asked == "auto" else ""
+        raise ValueError(
+            f"launch: cannot spawn {what}: {text_of(error)}{why}. Define the function at the top level of a file and "
+            "import it, or launch before anything has touched an accelerator (in a notebook: restart the kernel)"
+        ) from error
+
+
+def _no_fork() -> str | None:
+    """Why this process must not be forked, if so."""
+    if sys.platform != "linux":
+        return f"that is not safe on {sys.platform}"
+    if dist.is_initialized():
+        return "this process is in a process group"
+    accelerator = torch.accelerator.current_accelerator()
+    # What an initialised runtime holds does not survive: "Cannot re-initialize CUDA in forked subprocess".
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        return f"{accelerator.type} has been used in this process"
+    return None
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """The place where the ranks meet. This process has it, so that its port is free: nobody has to guess one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        # By itself a TCPStore would listen to the whole network.
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    yield port
+    del store
+
+
+def _environment(rank: int, nprocs: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), nprocs)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    run = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "launch"}
+    lo = {} if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    return {name: str(value) for name, value in {**own, **sizes, **meeting, **run, **lo, **(env or {})}.items()}
+
+
+@contextlib.contextmanager
+def _calm() -> Iterator[None]:
+    """Keep torch's launcher from replacing signal handlers for good, and from reporting what `launch` raises."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    levels = [logger.level for logger in loggers]
+    before = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)  # of captured streams
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL + 1)
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+            yield
+        finally:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")
+            if before is not None:
+                os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = before
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

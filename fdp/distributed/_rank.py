@@ -1,0 +1,169 @@
+"""What a process of `launch` does, and what it leaves behind in a folder: what it returned, or how it failed."""
+
+import ctypes
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO, final
+
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fdp._context import text_of
+
+_STREAMS = ((1, "stdout"), (2, "stderr"))
+_LAST_WORDS = 0.3  # seconds for which a failed rank stays, so that ranks that fail because of it can say so too
+
+
+@final
+class Labelled(LogsSpecs):
+    """Files for the output of each rank, which torch shows line by line; `run_rank` writes to them.
+
+    Torch's own redirection looks at `sys.stdout.fileno()`, which a notebook or pytest has somewhere else.
+    """
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        def files(kind: str) -> dict[int, str]:
+            return {rank: f"{self.root_log_dir}/{kind}-{rank}" for rank in envs}
+
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(nowhere, nowhere, files("stdout"), files("stderr"), files("unused"))
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+
+def run_rank(work: Any, folder: Path) -> None:
+    """Call the function in this process."""
+    rank = os.environ["RANK"]
+    _settle(folder, rank)
+    try:
+        fn, args = pickle.loads(work) if isinstance(work, bytes) else work
+        value = _call(fn, args)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()  # torch would wait for it later, where no time limit holds
+        _flush()
+        _leave(folder / f"value-{rank}", _packed(value))
+    except BaseException as error:
+        _flush()
+        _leave(folder / f"error-{rank}", pickle.dumps(_described(error)))
+        time.sleep(_LAST_WORDS)
+        sys.exit(1)
+
+
+def _settle(folder: Path, rank: str) -> None:
+    """Undo what a fork has inherited, and be ready to be ended at any time."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_DFL)  # a handler in Python would wait for the C code that the rank is stuck in
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    sys.stdout, sys.stderr = (_stream(descriptor, folder / f"{name}-{rank}") for descriptor, name in _STREAMS)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+    # As torchrun does. In a fork it is more than that: libgomp waits for threads that the child does not have.
+    torch.set_num_threads(1)
+
+
+def _stream(descriptor: int, path: Path) -> TextIO:
+    """What is written to the descriptor, also by C code, goes to a file."""
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), descriptor)
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # what C code has printed: a process of multiprocessing ends without it
+
+
+def _call(fn: Any, args: Any) -> Any:
+    try:
+        return fn(*args)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
+
+
+def _packed(value: Any) -> bytes:
+    # Not through torch's queues: memory that a rank shares is gone with the rank.
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as error:
+        raise TypeError(f"the result cannot be pickled: {text_of(error)}") from error
+    return file.getvalue()
+
+
+def _described(error: BaseException) -> tuple[float, str, str, bytes | None]:
+    """When, what, where, and the exception itself if it survives pickling."""
+    when, what = time.time(), f"{type(error).__name__}: {text_of(error)}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return when, what, lines, pickled
+
+
+def _leave(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def has_returned(folder: Path, rank: int) -> bool:
+    """Whether the function has returned there."""
+    return (folder / f"value-{rank}").exists()
+
+
+def returned(folder: Path, rank: int) -> Any:
+    """What it has returned there."""
+    data = io.BytesIO((folder / f"value-{rank}").read_bytes())
+    return torch.load(data, map_location="cpu", weights_only=False)  # it comes from our own process
+
+
+def failure(folder: Path, nprocs: int, failures: Mapping[int, ProcessFailure | None]) -> RuntimeError:
+    """The error for the caller: that of the rank that failed first, and what the others said of it."""
+    found = [(rank, folder / f"error-{rank}") for rank in range(nprocs)]
+    said: list[tuple[float, str, str, bytes | None, int]]
+    said = sorted((*pickle.loads(path.read_bytes()), rank) for rank, path in found if path.exists())
+    if not said:
+        return RuntimeError(f"launch: {_unsaid(folder, nprocs, failures)}")
+    summary = "; then ".join(f"rank {rank} raised {what}" for _, what, _, _, rank in said)
+    traces = "\n".join(f"In rank {rank} of {nprocs}:\n{lines}" for _, _, lines, _, rank in said)
+    error = RuntimeError(f"launch: {summary}\n\n{traces.rstrip()}")
+    pickled = said[0][3]
+    error.__cause__ = None if pickled is None else pickle.loads(pickled)
+    return error
+
+
+def _unsaid(folder: Path, nprocs: int, failures: Mapping[int, ProcessFailure | None]) -> str:
+    """About ranks that have ended in some other way than by an exception."""
+    texts = []
+    for rank, info in failures.items():
+        if info is None:
+            how = "itself without returning (os._exit?)"
+        else:
+            how = info.signal_name() if info.exitcode < 0 else f"exit code {info.exitcode}"
+        path = folder / f"stderr-{rank}"
+        if not path.exists():
+            how += " before it had begun: does the program's main module need `if __name__ == '__main__':`?"
+        lines = path.read_text(errors="replace").splitlines()[-20:] if path.exists() else []
+        texts.append("\n".join([f"rank {rank} of {nprocs} has ended by {how}", *lines]))
+    return "\n".join(texts)

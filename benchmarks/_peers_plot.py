@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from _peers_report import COMPILED, DDP, JAX, LIMIT, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
+from _peers_report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
 
 # Okabe and Ito's colours: told apart also by people who are colour-blind. fdp is blue, peers are not.
 COLOURS = {
@@ -13,6 +13,7 @@ COLOURS = {
     SEQUENTIAL: "#9ecae1",
     THREADS: "#0072B2",
     COMPILED: "#004c78",
+    MESH: "#56B4E9",
 }
 INK, MUTED = "#222222", "#5f5f5f"
 

@@ -16,6 +16,7 @@ from _peers_models import build, loss_and_gradients
 from _peers_report import table
 from _peers_torch import fdp_step
 
+import fdp
 import fdp._call as _call
 import fdp._differentiate as _differentiate
 import fdp._executors as _executors
@@ -45,7 +46,7 @@ class Stamp(NamedTuple):
 def profile(name: str, slots: int) -> None:
     """Print the stages of a call, and beside its total that of one shard alone and of the whole batch in torch."""
     model, x, y = build(name)
-    step, state = fdp_step(model, slots, "threads")
+    step, state = fdp_step(model, fdp.virtual_devices(slots), "threads")
     cores = torch.get_num_threads()
     whole = _median(lambda: loss_and_gradients(model, x, y))
     torch.set_num_threads(max(1, cores // slots))

@@ -12,11 +12,12 @@ from typing import Any
 
 PLAIN, LIMIT = "torch, all cores", "one shard alone (limit)"
 SEQUENTIAL, THREADS, COMPILED = "fdp sequential", "fdp threads", "fdp threads, compiled"
-DDP, JAX = "DDP over gloo", "JAX shard_map"
+MESH, DDP, JAX = "fdp over gloo", "DDP over gloo", "JAX shard_map"
 PEERS = (PLAIN, DDP, JAX)
 TARGETS: dict[tuple[str, str], dict[str, float]] = {
     (THREADS, PLAIN): {"small MLP": 1.4, "wide MLP": 1.2, "CNN": 0.75, "transformer": 0.98, "LSTM": 0.95},
     (THREADS, DDP): {"small MLP": 0.8, "wide MLP": 0.65, "CNN": 0.95, "transformer": 0.9, "LSTM": 0.95},
+    (MESH, DDP): dict.fromkeys(("small MLP", "wide MLP", "CNN", "transformer", "LSTM"), 1.0),
     (COMPILED, JAX): dict.fromkeys(("small MLP", "wide MLP", "CNN", "transformer", "LSTM"), 1.0),
 }
 Times = dict[str, list[float]]  # seconds a call of each contender, round by round

@@ -54,11 +54,11 @@ def fdp_compiled(job: Job, name: str) -> Case:
 
 def _fdp_case(job: Job, name: str, executor: Any, *, compiled: bool) -> Case:
     model, x, y = build(name)
-    step, args = fdp_step(model, job.slots, executor, compiled=compiled)
+    step, args = fdp_step(model, fdp.virtual_devices(job.slots), executor, compiled=compiled)
     return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 
-def fdp_step(model: torch.nn.Module, slots: int, executor: Any, *, compiled: bool = False) -> tuple[Any, Any]:
+def fdp_step(model: torch.nn.Module, devices: Any, executor: Any, *, compiled: bool = False) -> tuple[Any, Any]:
     """What a user of fdp writes: a function of `(params, buffers, x, y)`, and the first two of its arguments."""
     apply, state = fdp.functional(model)
 
@@ -67,8 +67,16 @@ def fdp_step(model: torch.nn.Module, slots: int, executor: Any, *, compiled: boo
         return F.cross_entropy(out, y)
 
     fn = fdp.thread_safe(torch.compile(loss) if compiled else loss)
-    devices = fdp.virtual_devices(slots)
     return fdp.value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
+
+
+def fdp_mesh(job: Job, name: str) -> Case:
+    """One process of a mesh over gloo, with one slot."""
+    _join(job)
+    model, x, y = build(name)
+    x, y = x.tensor_split(job.slots)[job.rank].clone(), y.tensor_split(job.slots)[job.rank].clone()
+    step, args = fdp_step(model, fdp.distributed.init(), "auto")
+    return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 
 def ddp(job: Job, name: str) -> Case:
@@ -78,12 +86,7 @@ def ddp(job: Job, name: str) -> Case:
     """
     from torch import distributed as dist
 
-    if not dist.is_gloo_available():
-        raise Unavailable("this torch has no gloo")
-    if not dist.is_initialized():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        url = f"file://{job.rendezvous}"  # a TCP store would listen on all interfaces
-        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.slots, timeout=GLOO_TIMEOUT)
+    _join(job)
     model, x, y = build(name)
     x, y = x.tensor_split(job.slots)[job.rank].clone(), y.tensor_split(job.slots)[job.rank].clone()
     wrapped = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
@@ -101,3 +104,15 @@ def ddp(job: Job, name: str) -> Case:
         return mean.item() / job.slots, grads
 
     return Case(step, read)
+
+
+def _join(job: Job) -> None:
+    """Find the other processes of a contender."""
+    from torch import distributed as dist
+
+    if not dist.is_gloo_available():
+        raise Unavailable("this torch has no gloo")
+    if not dist.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        url = f"file://{job.rendezvous}-{job.function}"  # a TCP store would listen on all interfaces
+        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.slots, timeout=GLOO_TIMEOUT)

@@ -33,9 +33,9 @@ $(READY): pyproject.toml $(PINS)
 demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
 	$(BIN)/python examples/digits.py $(ARGS)
 
-# Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
+# By files on all cores. Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
 test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
-	$(BIN)/python -m pytest $(ARGS); first=$$?; $(BIN)/python -m pytest tests/accelerator && exit $$first
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS); first=$$?; $(BIN)/python -m pytest tests/accelerator && exit $$first
 
 test-deep: $(READY)  ## property tests with many examples
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS)

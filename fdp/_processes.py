@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import contextvars
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Self, final
@@ -200,7 +201,7 @@ class Across:
         return self._zeros is not None and self.is_apart and self.is_whole
 
     def may_add(self, zeros: Callable[[], list[Tensor]]) -> None:
-        """At the end tensors like these will be added up, if nobody meets the others before."""
+        """At the end tensors like these will be added up, the first a number, if nobody meets the others before."""
         self._zeros = zeros
 
     def add(self, tensors: Sequence[Tensor], ours: Sequence[bool]) -> None:
@@ -236,16 +237,26 @@ class Across:
             return _told(self.everybody, self._place, error)
         if self.everybody.is_over:
             return None
-        finish = self.everybody.begin(self._place, failure=error)
-        tensors, ours = self._added if self._added is not None and error is None else (self._zeros(), ())
-        sums = self.everybody.wire.begin_sums(tensors, self._place.name, ours)
+        (first, *rest), ours = self._added if self._added is not None and error is None else (self._zeros(), ())
+        finish = self.everybody.begin(self._place, [_bits(first.item())], error)  # a message less than a sum of its own
+        sums = self.everybody.wire.begin_sums(rest, self._place.name, ours[1:])
+        numbers: list[list[int]] = []
         try:
-            finish()
+            numbers = finish()
         except (Exception, Again) as elsewhere:
             return elsewhere
         finally:
-            self.sums = sums()
+            self.sums = [first.new_tensor(sum(_number(row[0]) for row in numbers)), *sums()]
         return None
+
+
+def _bits(number: float) -> int:
+    """A float as an int, to be sent among ints."""
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 class _All(NamedTuple):

@@ -229,6 +229,21 @@ def test_half_precision(two: Pool, rows: int, slots: tuple[int, int]):
             torch.testing.assert_close(grad, expected)  # shares of rows are rounded to bfloat16
 
 
+def nan_in_one(mesh: Any) -> Any:
+    x = torch.arange(8.0)
+    x[5] = torch.inf
+    f = torch.func.grad_and_value(lambda w, x: (w["a"] * x).mean() + w["b"])
+    found = [fdp.testing.find_nonfinite(f, {"a": 1.0 * torch.ones(()), "b": torch.ones(())}, mesh.local(x), mesh)]
+    rows = torch.tensor([torch.nan][mesh.rank :])  # and a process without rows
+    return [*found, fdp.testing.find_nonfinite(lambda w, x: (x, 1, "a"), None, rows, mesh)]
+
+
+def test_where_a_nan_began(two: Pool):
+    first, second = two(nan_in_one, 2)
+    assert first == [{}, {0: ["out[0]"]}]
+    assert second == [{2: ["out[0]['a']", "out[1]"]}, {}]
+
+
 def from_two_threads(mesh: Any) -> list[Any]:
     started, release = threading.Event(), threading.Event()
 

@@ -58,7 +58,7 @@ check-layers: $(READY)
 bench: $(READY)  ## run the short scripts in benchmarks/
 	@set -e; for script in $(filter-out benchmarks/_% benchmarks/peers.py benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
-bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/benchmarks/ (ARGS="--quick", …)
+bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")

@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=60, help="measurements of each contender and model")
     parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS), metavar="MODEL", help=str([*SPECS]))
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the plot and the figures")
+    parser.add_argument("--out", type=Path, default=Path("docs/explanation/peers"), help="folder of the plot and the figures")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that everything works")
     parser.add_argument("--show", type=Path, metavar="JSON", help="tables and plot of an earlier run")
     parser.add_argument(

@@ -72,7 +72,7 @@ def value_and_grad(batch: Batch, devices: list[torch.device]) -> Kinds:
 
 
 def loop(batch: Batch, devices: list[torch.device]) -> Kinds:
-    """As in docs/from_jax.md; the update is in place only because eight devices share the memory of one."""
+    """As in docs/migrate/jax.md; the update is in place only because eight devices share the memory of one."""
     loss, params = problem()
     state = fdp.replicate((params, {name: torch.zeros_like(param) for name, param in params.items()}), devices)
 

@@ -1,4 +1,4 @@
-"""What docs/collectives.md builds, from end to end: its functions as the page has them, against one device."""
+"""What docs/how_to/collectives.md builds, from end to end: its functions as the page has them, against one device."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,11 @@
 """Data parallelism for PyTorch as a pure function."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from fdp import distributed as distributed
 from fdp import nn as nn
-from fdp import testing as testing
 from fdp._apply import dp_apply as dp_apply
 from fdp._apply import parallel_apply as parallel_apply
 from fdp._apply import shard_map as shard_map
@@ -38,4 +41,18 @@ from fdp._typing import AUTO as AUTO
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 
+if TYPE_CHECKING:
+    from fdp import testing as testing
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`fdp.testing` is imported when it is first asked for: training does without, and starts sooner."""
+    if name == "testing":
+        return importlib.import_module("fdp.testing")
+    raise AttributeError(f"module 'fdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "testing"})

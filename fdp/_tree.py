@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fdp._nodes import NAMESPACE, Packed, holds_tensors, node_functions, refusal
 from fdp._typing import Dims, Tree
+from fdp._untraced import constant_while_compiling
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
@@ -292,7 +293,7 @@ def _register_nodes(tree: Tree) -> None:
         _register_nodes(tree)
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def _register(cls: type) -> bool:
     """Register a type of leaf with optree if it is a container in disguise; whether it was."""
     if issubclass(cls, torch.Tensor):

@@ -27,6 +27,12 @@ def leave_all_alone(function: types.FunctionType) -> None:
     set_code_exec_strategy(function.__code__, _SKIP_ALL)
 
 
+def constant_while_compiling(function: types.FunctionType) -> types.FunctionType:
+    """Mark a function as one to call when a graph is made, as `torch.compiler.assume_constant_result` does."""
+    vars(function)["_dynamo_marked_constant"] = True  # the decorator sets the same and imports the whole compiler
+    return function
+
+
 def _codes(code: Any) -> Iterator[types.CodeType]:
     """A function's code and that of the functions and comprehensions inside it."""
     if isinstance(code, types.CodeType):

@@ -13,14 +13,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, start_processes
 
 from fdp._context import text_of
-from fdp.distributed._rank import Labelled, failure, has_returned, returned, run_rank
+from fdp.distributed._rank import failure, has_returned, returned, run_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
 
 StartMethod = Literal["auto", "fork", "spawn"]
 _PERIOD = 0.02  # seconds between two looks at the processes
@@ -81,8 +83,13 @@ def launch(
         return [returned(folder, rank) for rank in range(nprocs)]
 
 
-def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]) -> PContext:
+def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]) -> "PContext":
     """Start the processes. An interrupt waits meanwhile, or some would be started that nobody knows of."""
+    # Here, because `import fdp` should not take the time: most programs never launch.
+    from torch.distributed.elastic.multiprocessing import start_processes
+
+    from fdp.distributed._labelled import Labelled
+
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return start_processes(
@@ -99,7 +106,7 @@ def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]
         raise
 
 
-def _wait(context: PContext, folder: Path, nprocs: int, timeout: float | None) -> RunProcsResult:
+def _wait(context: "PContext", folder: Path, nprocs: int, timeout: float | None) -> "RunProcsResult":
     """Until all have returned, or one has failed."""
     end = None if timeout is None else time.monotonic() + timeout
     while (result := context.wait(0)) is None:

@@ -12,35 +12,17 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fdp._context import text_of
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 _STREAMS = ((1, "stdout"), (2, "stderr"))
 _LAST_WORDS = 0.3  # seconds for which a failed rank stays, so that ranks that fail because of it can say so too
-
-
-@final
-class Labelled(LogsSpecs):
-    """Files for the output of each rank, which torch shows line by line; `run_rank` writes to them.
-
-    Torch's own redirection looks at `sys.stdout.fileno()`, which a notebook or pytest has somewhere else.
-    """
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        def files(kind: str) -> dict[int, str]:
-            return {rank: f"{self.root_log_dir}/{kind}-{rank}" for rank in envs}
-
-        nowhere = dict.fromkeys(envs, "")
-        return LogsDest(nowhere, nowhere, files("stdout"), files("stderr"), files("unused"))
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._root_log_dir)
 
 
 def run_rank(work: Any, folder: Path) -> None:
@@ -138,7 +120,7 @@ def returned(folder: Path, rank: int) -> Any:
     return torch.load(data, map_location="cpu", weights_only=False)  # it comes from our own process
 
 
-def failure(folder: Path, nprocs: int, failures: Mapping[int, ProcessFailure | None]) -> RuntimeError:
+def failure(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | None]") -> RuntimeError:
     """The error for the caller: that of the rank that failed first, and what the others said of it."""
     found = [(rank, folder / f"error-{rank}") for rank in range(nprocs)]
     said: list[tuple[float, str, str, bytes | None, int]]
@@ -153,7 +135,7 @@ def failure(folder: Path, nprocs: int, failures: Mapping[int, ProcessFailure | N
     return error
 
 
-def _unsaid(folder: Path, nprocs: int, failures: Mapping[int, ProcessFailure | None]) -> str:
+def _unsaid(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | None]") -> str:
     """About ranks that have ended in some other way than by an exception."""
     texts = []
     for rank, info in failures.items():

@@ -24,20 +24,26 @@ from fdp._context import fold_in as fold_in
 from fdp._devices import available_devices as available_devices
 from fdp._devices import virtual_devices as virtual_devices
 from fdp._executors import thread_safe as thread_safe
+from fdp._explain import explain as explain
 from fdp._functional import functional as functional
 from fdp._functional_call import functional_call as functional_call
 from fdp._grad import grad as grad
 from fdp._grad import grad_and_value as grad_and_value
 from fdp._grad import value_and_grad as value_and_grad
+from fdp._picture import Picture as Picture
+from fdp._plan import Plan as Plan
+from fdp._plan import PlannedLeaf as PlannedLeaf
 from fdp._replicate import replicate as replicate
 from fdp._replicate import unreplicate as unreplicate
 from fdp._scatter import gather as gather
 from fdp._scatter import scatter as scatter
 from fdp._slots import Replicated as Replicated
 from fdp._slots import Sharded as Sharded
+from fdp._transfers import Collective as Collective
 from fdp._transfers import Transfer as Transfer
 from fdp._transfers import transfers as transfers
 from fdp._typing import AUTO as AUTO
+from fdp._visualize import visualize as visualize
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 

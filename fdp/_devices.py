@@ -89,7 +89,7 @@ def _existing_accelerator(device: torch.device, where: str) -> torch.device:
     existing = available_devices()
     if device.index is None and device.type == existing[0].type:
         return torch.device(device.type, torch.accelerator.current_device_index())
-    if device not in existing and not _is_faking():
+    if device not in existing and not is_faking():
         raise ValueError(f"{where}: device '{device}' is not available. {_existing()}")
     return device
 
@@ -116,7 +116,8 @@ def imbalance(devices: Sequence[torch.device], figures: Sequence[Sequence[float]
     return None
 
 
-def _is_faking() -> bool:
+def is_faking() -> bool:
+    """Whether tensors have no values here."""
     # Under FakeTensorMode devices need not exist: that is what it is for. The mode of the compiler is not the user's.
     if torch.compiler.is_compiling():
         return False

@@ -14,6 +14,7 @@ from fdp._context import IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, tex
 from fdp._gang import MEMBER, Gang, Settings
 from fdp._generators import KeptGenerators, OwnGenerators
 from fdp._seats import seats
+from fdp._tensor import bytes_of
 from fdp._turns import Abandoned, Member, Turns
 
 Task = Callable[[], Any]
@@ -125,8 +126,10 @@ class _Run:
 
     def take_seed(self) -> None:
         """A seed for slots that take turns, from the state of the caller's generator."""
+        if self._settings.state.fake is not None:  # what has no values draws none
+            return
         with temporarily_clear_interpreter_stack():  # inside a transform the state has no memory to read
-            state = torch.default_generator.get_state().numpy().tobytes()
+            state = bytes_of(torch.default_generator.get_state())
         seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
         self._settings, self._has_taken = self._settings._replace(seed=seed), True
 
@@ -138,7 +141,8 @@ class _Run:
     def serve_here(self) -> None:
         """Slot 0, in the calling thread."""
         self._gang.turns.expect(1)
-        member = Member(self._gang.turns, KeptGenerators(self._slots[0][0].device))
+        faking = self._settings.state.fake is not None
+        member = Member(self._gang.turns, None if faking else KeptGenerators(self._slots[0][0].device))
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 contextvars.copy_context().run(self._run_as, 0, member)
@@ -163,7 +167,8 @@ class _Run:
 
     def _work(self, index: int) -> None:
         seed, place = self._settings.seed, self._slots[index][0]
-        random = None if seed is None else OwnGenerators(fold_in(seed, place.index), place.device)
+        faking = self._settings.state.fake is not None
+        random = None if seed is None or faking else OwnGenerators(fold_in(seed, place.index), place.device)
         self._randoms += [] if random is None else [random]
         self._run_as(index, Member(self._gang.turns, random))
 

@@ -12,6 +12,7 @@ from fdp._operations import Operation
 from fdp._over_processes import over_processes
 from fdp._packing import layout_of, packed, unpacked
 from fdp._tensor import copy
+from fdp._transfers import report_collective
 from fdp._wire import Place
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,6 +58,8 @@ def meet(
     gang: Gang, index: int, key: Any, operation: Operation, tensors: Sequence[Tensor], same: Any
 ) -> tuple[list[Tensor], bool]:
     """The results for a slot, and whether some slot needs a gradient."""
+    if index == 0:
+        report_collective(operation.name, tensors)
     kinds = [operation.kind(x, i) for i, x in enumerate(tensors)]
     packs = not gang.settings.joint and operation.elementwise and len(tensors) > 1
     layout = layout_of(tensors) if packs else None

@@ -8,6 +8,8 @@ from typing import Any, NoReturn, Self
 import torch
 
 from fdp._devices import as_devices
+from fdp._drawing import runs_text
+from fdp._picture import Picture, rows_of_slots
 from fdp._processes import Processes
 from fdp._tree import register_leaf
 from fdp._typing import AUTO, Auto, Dims, Tree
@@ -58,6 +60,22 @@ class Slots:
         slots = f"{len(self)} slot" + "s" * (len(self) > 1)
         mesh = "" if self.processes is None else f" of process {self.processes.wire.rank}"
         return f"{type(self).__name__}({slots}{mesh} on {devices}{rows}: {_summary(self.shards[0])})"
+
+    def picture(self, name: str = "") -> Picture:
+        """Where the leaves live; they are called `name`."""
+        kind = type(self).__name__
+        slots = f"{len(self)} slot" + "s" * (len(self) > 1)
+        rows = "" if self.sizes is None else f", rows {runs_text(self.sizes)}"
+        on = {device: [str(i) for i, d in enumerate(self.devices) if d == device] for device in self.devices}
+        where = "; ".join(f"{device}: {', '.join(slots)}" for device, slots in on.items())
+        found = rows_of_slots(self.shards, self.devices, self.sizes, self.dims, name)
+        return Picture(f"{kind}: {slots}{rows} ({where})", tuple(found))
+
+    def __rich__(self) -> Any:
+        return self.picture().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
     def unzip(self) -> tuple[Self, ...]:
         """Tuples in every slot, turned into a tuple with one of these for each position."""

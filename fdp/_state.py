@@ -24,6 +24,7 @@ _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CARRIED = (functorch.TransformType.Vmap, functorch.TransformType.Grad)
 
 
@@ -50,8 +51,8 @@ def why_not_together() -> str | None:
     """
     if any(not isinstance(mode, DeviceContext) for mode in _function_modes()):
         return "a mode for torch functions that is active here"
-    if torch._C._len_torch_dispatch_stack():
-        return "a dispatch mode that is active here, such as FakeTensorMode"
+    if torch._C._len_torch_dispatch_stack() > (_fake_mode() is not None):
+        return "a dispatch mode that is active here"
     if autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks for saved tensors that are active here, such as those of activation checkpointing around the call"
     if torch._C._get_tracing_state() is not None:
@@ -76,6 +77,7 @@ class ThreadState(NamedTuple):
     flags: list[Any]
     autocasts: list[Autocast]
     modes: list[Any]
+    fake: Any
     hooks_refused: str | None
     streams: list[torch.Stream]
     transforms: list[Any]
@@ -89,13 +91,15 @@ class ThreadState(NamedTuple):
                 pass
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
+        fake = _fake_mode()
         return cls(
             torch.is_inference_mode_enabled(),
             [get() for get, _ in _FLAGS],
             [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types],
             _function_modes(),
+            fake,
             autograd._saved_tensors_hooks_get_disabled_error_message(),
-            [torch.accelerator.current_stream(device) for device in accelerators],
+            [] if fake is not None else [torch.accelerator.current_stream(device) for device in accelerators],
             transforms,
         )
 
@@ -123,9 +127,17 @@ class ThreadState(NamedTuple):
             for mode in self.modes:  # its own `__enter__` would write to what all threads share
                 torch._C._push_on_torch_function_stack(mode)
                 stack.callback(torch._C._pop_torch_function_stack)
+            if self.fake is not None:
+                torch._C._push_on_torch_dispatch_stack(self.fake)
+                stack.callback(torch._C._pop_torch_dispatch_stack, _FAKE)
             if self.transforms:
                 stack.enter_context(temporarily_restore_interpreter_stack(self.transforms))
             yield
+
+
+def _fake_mode() -> Any:
+    """The FakeTensorMode that is active: it computes shapes, and several threads may do so in turns."""
+    return torch._C._get_dispatch_mode(_FAKE)
 
 
 def _function_modes() -> list[Any]:

@@ -50,7 +50,7 @@ def run_together(
     joint = torch._C._are_functorch_transforms_active() or is_forward_mode()
     devices = [slot.device for slot in slots]
     on_cpu = all(device.type in ("cpu", "meta") for device in devices)
-    side_by_side = side_by_side and seed is None and not joint
+    side_by_side = side_by_side and seed is None and not joint and torch._C._len_torch_dispatch_stack() == 0
     limit = (cores() if on_cpu else len(groups)) if side_by_side else 1
     threads = torch.get_num_threads()
     share = max(1, min(threads, cores() // min(limit, len(groups)))) if on_cpu else threads

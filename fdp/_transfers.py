@@ -1,8 +1,8 @@
-"""The log of copies between devices."""
+"""The log of copies between devices, and of what slots exchange."""
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,10 +66,34 @@ def report(tensor: torch.Tensor, target: torch.device, flat: Named, index: int) 
     if torch.compiler.is_compiling():  # a traced function cannot read context variables
         return
     for log in _LOGS.get():
-        log.append(Transfer(flat.path(index), _nbytes(tensor), tensor.device, target))
+        log.append(Transfer(flat.path(index), nbytes_of(tensor), tensor.device, target))
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+class Collective(NamedTuple):
+    """One collective over all slots of a call.
+
+    Attributes:
+        name: `"psum"`, ...; that of the function that was called.
+        tensors: How many tensors each slot brings.
+        nbytes: The size of those of slot 0.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+COLLECTIVES: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar("fdp_collectives", default=None)
+
+
+def report_collective(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Write down that slots meet, if somebody wants to know."""
+    log = COLLECTIVES.get()
+    if log is not None:
+        log.append(Collective(name, len(tensors), sum(map(nbytes_of, tensors))))
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
     """The size of what really moves: under `vmap` the whole batch."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)

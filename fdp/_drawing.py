@@ -1,0 +1,116 @@
+"""What prints itself: in a terminal with colours, in a notebook as HTML, everywhere else as plain text. By rich."""
+
+import abc
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+_WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
+_COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+class Drawn(abc.ABC):
+    """Something that rich draws."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> Any: ...
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.__rich__())
+
+
+def as_text(drawn: Any) -> str:
+    """Without colours and line ends by width."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=_WIDE, color_system=None, force_terminal=False, legacy_windows=False).print(drawn)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def as_html(drawn: Any) -> str:
+    """As a notebook shows it."""
+    from rich.console import Console
+
+    # Measured first: rich would fill lines up to the width.
+    width = max(map(len, as_text(drawn).splitlines()), default=1)
+    console = Console(
+        file=io.StringIO(),
+        width=width + 2,
+        record=True,
+        color_system="truecolor",
+        force_terminal=True,
+        legacy_windows=False,
+    )
+    console.print(drawn)
+    code = console.export_html(inline_styles=True, code_format="{code}")
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
+    return f'<pre style="{style}">{code}</pre>'
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[str] = ()) -> Any:
+    """A table; the columns called `numbers` are aligned on the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    for name in head:
+        words = name in ("leaf", "tensor")  # these are folded where there is no room; nothing is cut
+        drawn.add_column(name, justify="right" if name in numbers else "left", no_wrap=not words, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return drawn
+
+
+def bar(
+    pieces: Sequence[tuple[int, float, torch.device]], color_of: Callable[[torch.device], str], width: int = 16
+) -> Any:
+    """Slots side by side, each as wide as its share, in the color of its device."""
+    from rich.text import Text
+
+    total = sum(share for _, share, _ in pieces) or 1
+    text = Text("│")
+    for slot, share, device in pieces:
+        text.append(
+            str(slot).center(max(len(str(slot)), round(width * share / total))),
+            style=f"black on bright_{color_of(device)}",
+        )
+        text.append("│")
+    return text
+
+
+def colors(devices: Iterable[torch.device]) -> Callable[[torch.device], str]:
+    """A color for each device, the same wherever it is shown."""
+    known = {device: _COLORS[i % len(_COLORS)] for i, device in enumerate(dict.fromkeys(devices))}
+    return lambda device: known.get(device, "white")
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes as people read them, in powers of 1000."""
+    power = min(4, int(math.log(nbytes, 1000) + 1e-9)) if nbytes >= 1000 else 0
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1000**power:.3g} {unit}"
+
+
+def runs_text(values: Iterable[Any]) -> str:
+    """Values in order, equal neighbours as one: `10 + 3 x 9`."""
+    runs = [(value, len(list(group))) for value, group in groupby(values)]
+    return " + ".join(f"{value}" if n == 1 else f"{n} x {value}" for value, n in runs)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from fdp._dims import Plan
 from fdp._place import flatten_args
 from fdp._replicate import replicate_on
 from fdp._slots import Replicated, Sharded, Slots
+from fdp._stages import staged
 from fdp._tensor import accumulate, accumulator, concat, copy, is_inexact, is_ours
 from fdp._tree import Flat, flatten, leaves_up_to, tree_map, unflatten
 from fdp._typing import AUTO, Tree
@@ -69,6 +70,7 @@ class Gradients:
         self._plan, self._device = plan, device
         self._parts: list[list[list[Any]]] = [[[] for _ in flat.leaves] for flat in flats]
 
+    @staged("reduce")
     def add(self, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of the next shard, None where it has none; `args` is what it was differentiated in."""
         for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
@@ -122,6 +124,7 @@ class Gradients:
                     parts.extend([] for _ in homes[len(parts) :])
                     yield from zip(parts, homes, strict=True)
 
+    @staged("reduce")
     def finish(self) -> list[Tree]:
         """The gradient of each argument: a tree like it, zeros where it is not used."""
         return [

@@ -15,6 +15,7 @@ from fdp._processes import Across, Processes, processes_of
 from fdp._reach import captured
 from fdp._slots import Sharded, Slots
 from fdp._spread import Entered
+from fdp._stages import stage
 from fdp._tensor import layers
 from fdp._tree import Flat, digest_of, flatten, tensors_in
 from fdp._typing import DeviceLike, Devices, Dims, Executor, Function, Tree
@@ -145,7 +146,7 @@ def prepare(
             _enter(flats, across, where)
         plan = microbatched(plan, microbatches)
         memo: Memo = {}
-        columns = [place(flat, plan, memo) for flat in flats]
+        columns = [_placed(flat, plan, memo) for flat in flats]
         shards = [
             Shard(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)))
             for values in zip(*columns, strict=True)
@@ -154,6 +155,11 @@ def prepare(
         if stack is not None:
             stack.pop_all()
     return call
+
+
+def _placed(flat: Flat, plan: Plan, memo: Memo) -> list[Tree]:
+    with stage("replicate" if all(spec is None for spec in flat.specs) else "scatter"):
+        return place(flat, plan, memo)
 
 
 def _check_transforms(across: Across, where: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from fdp._stages import stage
 from fdp._untraced import leave_alone
 
 
@@ -120,7 +121,12 @@ def run_in_slot(
         _SLOT.set(slot)
         AXES.set((*AXES.get(), Axis(slot, gang)))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
-        with torch.set_grad_enabled(torch.is_grad_enabled()), _current_device(slot.device), _seeded(seed, slot):
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            _current_device(slot.device),
+            _seeded(seed, slot),
+            stage(f"shard {slot.own_index}"),
+        ):
             watcher = ON_SHARD.get()
             if watcher is None:
                 return call()

@@ -10,6 +10,7 @@ import torch
 from fdp._devices import is_faking
 from fdp._dims import REDUCTIONS, check_out_dim
 from fdp._place import to_device
+from fdp._stages import staged
 from fdp._tensor import accumulator, concat, copy, is_inexact, layers, total
 from fdp._tree import Flat, first_difference, flatten, is_array, unflatten
 from fdp._typing import Dims, Tree
@@ -17,6 +18,7 @@ from fdp._typing import Dims, Tree
 Weights = Sequence[float] | None
 
 
+@staged("gather")
 def join(
     shards: Sequence[Tree],
     dims: Dims,
@@ -33,7 +35,7 @@ def join(
     choices = "aux_dims" if name == "aux" else "out_dims"
     flats = [flatten(shard, name, dims, choices, where) for shard in shards]
     for i, flat in enumerate(flats):
-        if flat.structure != flats[0].structure:
+        if _structures_differ(flat.structure, flats[0].structure):
             path, one, other = first_difference(flats[0].structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     columns = list(zip(*(flat.leaves for flat in flats), strict=True))
@@ -176,6 +178,17 @@ def _reduce_problem(tensors: Sequence[torch.Tensor], spec: str, weights: Weights
     elif spec == "mean" and weights is not None and sum(weights) == 0:
         return "has out_dim 'mean', but there are no rows: the mean over zero rows is not defined"
     return _dtype_problem(tensors)
+
+
+def _structures_differ(one: Any, other: Any) -> bool:
+    if _COMPILES_COMPARISONS or not torch.compiler.is_compiling():
+        return one != other
+    if one.type is not other.type or one.entries() != other.entries():
+        return True
+    return any(map(_structures_differ, one.children(), other.children()))
+
+
+_COMPILES_COMPARISONS = torch.__version__ >= "2.13"  # before, not those of optree's structures
 
 
 def _dtype_problem(tensors: Sequence[torch.Tensor]) -> str | None:

@@ -11,6 +11,7 @@ from fdp._gang import WANTED, Gang, Together, What
 from fdp._operations import Operation
 from fdp._over_processes import over_processes
 from fdp._packing import layout_of, packed, unpacked
+from fdp._stages import stage
 from fdp._tensor import copy
 from fdp._transfers import report_collective
 from fdp._wire import Place
@@ -80,6 +81,10 @@ def meet(
     needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
     def combine(values: list[tuple[Operation, Sequence[Tensor], bool]]) -> list[tuple[list[Tensor], bool]]:
+        with stage(operation.name):
+            return exchanged(values)
+
+    def exchanged(values: list[tuple[Operation, Sequence[Tensor], bool]]) -> list[tuple[list[Tensor], bool]]:
         devices = [slot.device for slot in gang.slots]
         operations, columns, needed = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]

@@ -8,6 +8,7 @@ from fdp._devices import as_devices
 from fdp._processes import begins, processes_of
 from fdp._same import same_everywhere
 from fdp._slots import Replicated, Slots
+from fdp._stages import staged
 from fdp._tensor import copy
 from fdp._tree import Flat, flatten, unflatten
 from fdp._typing import Devices, Tree
@@ -53,6 +54,7 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: 
     return dataclasses.replace(copies, processes=processes)
 
 
+@staged("replicate")
 def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str) -> Replicated:
     """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
     flat = flatten(tree, name, where=where)

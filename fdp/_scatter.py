@@ -9,6 +9,7 @@ from fdp._join_across import gather_across
 from fdp._place import flatten_args, place, plan_args
 from fdp._processes import begins, processes_of
 from fdp._slots import Sharded, Slots
+from fdp._stages import stage
 from fdp._tree import named_spec
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Tree
 
@@ -51,7 +52,8 @@ def scatter(
         raise TypeError(f"scatter: the tree is a {type(tree).__name__} already")
     flats = flatten_args([("tree", tree, in_dims, "in_dims")], "scatter")
     slots, plan = plan_args(flats, slots, weights, "scatter", keep_empty=keep_empty)
-    shards = place(flats[0], plan, {})
+    with stage("scatter"):
+        shards = place(flats[0], plan, {})
     dims = named_spec(flats[0].structure, flats[0].specs)
     return Sharded(tuple(shards), plan.devices, plan.sizes, dims, processes=processes)
 

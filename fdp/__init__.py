@@ -33,6 +33,7 @@ from fdp._grad import value_and_grad as value_and_grad
 from fdp._picture import Picture as Picture
 from fdp._plan import Plan as Plan
 from fdp._plan import PlannedLeaf as PlannedLeaf
+from fdp._prefetch import prefetch as prefetch
 from fdp._replicate import replicate as replicate
 from fdp._replicate import unreplicate as unreplicate
 from fdp._scatter import gather as gather

@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo test test-deep check check-format check-lint check-types check-layers bench bench-peers soak format clean
+.PHONY: help .venv demo test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,7 +27,7 @@ $(READY): pyproject.toml $(PINS)
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing (on Debian: python3-venv)." >&2; exit 1; }
 	@if test -e $@ && $(BIN)/python -m pip --version >/dev/null 2>&1; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
-	PIP_CONSTRAINT=$(PINS) PIP_BUILD_CONSTRAINT=$(PINS) $(BIN)/python -m pip install --quiet --editable '.[dev,demo]'
+	PIP_CONSTRAINT=$(PINS) PIP_BUILD_CONSTRAINT=$(PINS) $(BIN)/python -m pip install --quiet --editable '.[dev,demo,docs]'
 	@touch $@
 
 demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
@@ -39,6 +39,11 @@ test: $(READY)  ## tests, property tests with few examples, doctests and the cod
 
 test-deep: $(READY)  ## property tests with many examples
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS)
+
+# Every page anew: Sphinx warns only of those that it reads, and a second run would pass.
+docs: $(READY)  ## the site, into build/docs; warnings are errors
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
 
 check: check-format check-lint check-types check-layers  ## format, lint, types and layers
 
@@ -56,10 +61,10 @@ check-layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)  ## run the short scripts in benchmarks/
-	@set -e; for script in $(filter-out benchmarks/_% benchmarks/peers.py benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(filter-out benchmarks/_% benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
-	$(BIN)/python benchmarks/peers.py $(ARGS)
+	$(BIN)/python -m fdp bench --out docs/explanation/peers $(ARGS)
 
 soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -127,6 +128,14 @@ def _has_autograd(slots: Sequence[torch.device]) -> bool:
     return all(device.type in here for device in slots)
 
 
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+@final
 class _Fakes:
     """Tensors without data in place of real ones, and where these are used."""
 
@@ -145,11 +154,13 @@ class _Fakes:
         )
 
     def __enter__(self) -> Self:
+        _LOGGER.addFilter(_nothing)  # torch logs what a function raises with its traceback, as if it were torch's fault
         self._mode.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._mode.__exit__(*exception)
+        _LOGGER.removeFilter(_nothing)
 
     def of(self, tree: Tree) -> Tree:
         """A tree without data."""

@@ -5,6 +5,7 @@ Reads fdp's private names, since its stages have no others. One that is gone is 
 
 import functools
 import statistics
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -12,15 +13,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from _peers_models import build, loss_and_gradients
-from _peers_report import table
-from _peers_torch import fdp_step
 
-import fdp
-import fdp._call as _call
-import fdp._differentiate as _differentiate
-import fdp._executors as _executors
+from fdp import _call, _differentiate, _executors
 from fdp._accumulate import Gradients
+from fdp._bench._models import build, loss_and_gradients
+from fdp._bench._torch import fdp_step
+from fdp._devices import virtual_devices
+from fdp._terminal import line, table
 
 CALLS = 200
 SECONDS = 6.0
@@ -46,7 +45,7 @@ class Stamp(NamedTuple):
 def profile(name: str, slots: int) -> None:
     """Print the stages of a call, and beside its total that of one shard alone and of the whole batch in torch."""
     model, x, y = build(name)
-    step, state = fdp_step(model, fdp.virtual_devices(slots), "threads")
+    step, state = fdp_step(model, virtual_devices(slots), "threads")
     cores = torch.get_num_threads()
     whole = _median(lambda: loss_and_gradients(model, x, y))
     torch.set_num_threads(max(1, cores // slots))
@@ -55,8 +54,10 @@ def profile(name: str, slots: int) -> None:
     total = _median(lambda: step(*state, x, y))
     rows = _timeline(lambda: step(*state, x, y))
     table(f"{name}: a call of fdp on threads", ["thread", "stage", "starts at ms", "takes ms", "of calls"], [rows])
-    print(f"whole call {total * 1e3:.3f} ms (without the stamps), one shard alone {shard * 1e3:.3f} ms,", end=" ")
-    print(f"torch with all cores {whole * 1e3:.3f} ms")
+    line(
+        f"whole call {total * 1e3:.3f} ms (without the stamps), one shard alone {shard * 1e3:.3f} ms, "
+        f"torch with all cores {whole * 1e3:.3f} ms"
+    )
 
 
 def _timeline(call: Callable[[], Any]) -> list[list[str]]:
@@ -100,7 +101,7 @@ def _stamped(owner: Any, attribute: str, stage: str, stamps: list[Stamp]) -> Cal
     """Have a function leave a stamp each time it has run; return what undoes that."""
     original = vars(owner).get(attribute)
     if original is None:
-        print(f"no stage {stage!r}: there is no {attribute} in {owner.__name__}")
+        print(f"no stage {stage!r}: there is no {attribute} in {owner.__name__}", file=sys.stderr)
         return lambda: None
 
     @functools.wraps(original)

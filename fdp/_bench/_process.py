@@ -7,9 +7,11 @@ others wait for a request and use no core.
 import contextlib
 import importlib
 import multiprocessing
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -49,7 +51,8 @@ class Contender:
         for job in jobs:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, job), daemon=True)
-            process.start()
+            with _deaf():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -75,11 +78,16 @@ class Contender:
         spans = self.ask("run", repeats)
         return (max(end for _, end in spans) - max(start for start, _ in spans)) / repeats
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """Have all children end that wait for a request."""
         for pipe in self._pipes:
-            pipe.close()  # ends a child that waits for a request
+            pipe.close()
+
+    def close(self, until: float) -> None:
+        """End the children: kill those that are still there at this time of the monotonic clock."""
+        self.dismiss()
         for process in self._processes:
-            process.join(5)
+            process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join(5)
@@ -103,7 +111,24 @@ def opened(jobs: dict[str, list[Job]]) -> Iterator[dict[str, Contender]]:
         yield contenders
     finally:
         for contender in contenders.values():
-            contender.close()
+            contender.dismiss()
+        until = time.monotonic() + 5
+        for contender in contenders.values():
+            contender.close(until)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Start processes that do not hear Ctrl-C: the parent does, and ends them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it would take the mask off
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve(pipe: Connection, job: Job) -> None:

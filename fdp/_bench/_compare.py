@@ -10,66 +10,30 @@ Targets, as ratios. fdp threads to plain torch: small MLP 1.4, wide MLP 1.2, CNN
 DDP: 0.8, 0.65, 0.95, 0.9, 0.95. With two processes fdp is no slower than DDP; fdp compiled is ahead of JAX.
 """
 
-import argparse
-import json
-import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import _peers_report as report
 import torch
-from _peers_models import SPECS, Figures, first_part, oracle
-from _peers_process import Contender, Job, Unavailable, opened
+
+from fdp._bench import _report as report
+from fdp._bench._models import SPECS, Figures, first_part, oracle
+from fdp._bench._process import Contender, Job, Unavailable, opened
+from fdp._workers import cores
 
 SLOTS = 2
 BURST = 0.02  # seconds that a measurement should last
 
 
-def main() -> None:
-    options = arguments()
-    if options.profile:
-        from _peers_profile import profile
-
-        return profile(options.profile, SLOTS)
-    found = json.loads(options.show.read_text()) if options.show else measure(options.models, options.rounds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.show:
-        (options.out / "peers.json").write_text(json.dumps(found, indent=1) + "\n")
-    report.show(found)
-    from _peers_plot import draw
-
-    draw(found, options.out)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60, help="measurements of each contender and model")
-    parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS), metavar="MODEL", help=str([*SPECS]))
-    parser.add_argument("--out", type=Path, default=Path("docs/explanation/peers"), help="folder of the plot and the figures")
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that everything works")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="tables and plot of an earlier run")
-    parser.add_argument(
-        "--profile", choices=SPECS, metavar="MODEL", help="show instead where a call of fdp spends time"
-    )
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 6
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2")
-    return options
-
-
 def jobs(rendezvous: str) -> dict[str, list[Job]]:
     """The processes of each contender. A slot has its share of the cores, in every contender that has slots."""
-    cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // SLOTS)
+    every = cores()
+    share = max(1, every // SLOTS)
 
-    def job(function: str, threads: int = cores, rank: int = 0, module: str = "_peers_torch") -> Job:
+    def job(function: str, threads: int = every, rank: int = 0, module: str = "fdp._bench._torch") -> Job:
         return Job(module, function, rank, SLOTS, threads, rendezvous)
 
     return {
@@ -80,16 +44,20 @@ def jobs(rendezvous: str) -> dict[str, list[Job]]:
         report.COMPILED: [job("fdp_compiled")],
         report.MESH: [job("fdp_mesh", share, rank) for rank in range(SLOTS)],
         report.DDP: [job("ddp", share, rank) for rank in range(SLOTS)],
-        report.JAX: [job("jax_shard_map", 1, module="_peers_jax")],  # these are torch's threads; XLA has its own
+        # These are torch's threads; XLA has its own.
+        report.JAX: [job("jax_shard_map", 1, module="fdp._bench._jax")],
     }
 
 
-def measure(models: Iterable[str], rounds: int) -> dict[str, Any]:
+def measure(
+    models: Iterable[str], rounds: int, command: str, jobs_of: Callable[[str], dict[str, list[Job]]] = jobs
+) -> dict[str, Any]:
     """Run all contenders on all models; those that cannot run are left out, with the reason."""
-    found = report.surroundings(" ".join(["python", "benchmarks/peers.py", *sys.argv[1:]]))
+    found = report.surroundings(command)
     found |= {"slots": SLOTS, "rounds": rounds, "skipped": {}, "models": {}}
-    with tempfile.TemporaryDirectory() as folder, opened(jobs(f"{folder}/ranks")) as contenders:
+    with tempfile.TemporaryDirectory() as folder, opened(jobs_of(f"{folder}/ranks")) as contenders:
         for model in models:
+            print(f"{model}: loads and checks all contenders", file=sys.stderr)
             ready = load(contenders, model, found["skipped"])
             found["models"][model] = take_turns(ready, rounds)
             print(f"{model}: measured", file=sys.stderr)
@@ -151,7 +119,3 @@ def burst(contender: Contender) -> int:
     """Calls a measurement, so that short ones last as long as long ones."""
     contender.measure(3)
     return max(1, round(BURST / statistics.median(contender.measure(1) for _ in range(5))))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,19 @@
 import datetime
 import os
 import shutil
+import sys
 from typing import Any
 
 import torch
-from _peers_models import Figures, build, loss_and_gradients
-from _peers_process import Case, Job, Unavailable
 from torch.nn import functional as F
 
-import fdp
+from fdp._bench._models import Figures, build, loss_and_gradients
+from fdp._bench._process import Case, Job, Unavailable
+from fdp._devices import virtual_devices
+from fdp._executors import thread_safe
+from fdp._functional import functional
+from fdp._grad import value_and_grad
+from fdp.distributed._init import init
 
 # A rank whose partner has failed gives up after this.
 GLOO_TIMEOUT = datetime.timedelta(seconds=120)
@@ -54,20 +59,20 @@ def fdp_compiled(job: Job, name: str) -> Case:
 
 def _fdp_case(job: Job, name: str, executor: Any, *, compiled: bool) -> Case:
     model, x, y = build(name)
-    step, args = fdp_step(model, fdp.virtual_devices(job.slots), executor, compiled=compiled)
+    step, args = fdp_step(model, virtual_devices(job.slots), executor, compiled=compiled)
     return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 
 def fdp_step(model: torch.nn.Module, devices: Any, executor: Any, *, compiled: bool = False) -> tuple[Any, Any]:
     """What a user of fdp writes: a function of `(params, buffers, x, y)`, and the first two of its arguments."""
-    apply, state = fdp.functional(model)
+    apply, state = functional(model)
 
     def loss(params: Any, buffers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out, _ = apply((params, buffers), x)
         return F.cross_entropy(out, y)
 
-    fn = fdp.thread_safe(torch.compile(loss) if compiled else loss)
-    return fdp.value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
+    fn = thread_safe(torch.compile(loss) if compiled else loss)
+    return value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
 
 
 def fdp_mesh(job: Job, name: str) -> Case:
@@ -75,7 +80,7 @@ def fdp_mesh(job: Job, name: str) -> Case:
     _join(job)
     model, x, y = build(name)
     x, y = x.tensor_split(job.slots)[job.rank].clone(), y.tensor_split(job.slots)[job.rank].clone()
-    step, args = fdp_step(model, fdp.distributed.init(), "auto")
+    step, args = fdp_step(model, init(), "auto")
     return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 
@@ -113,6 +118,7 @@ def _join(job: Job) -> None:
     if not dist.is_gloo_available():
         raise Unavailable("this torch has no gloo")
     if not dist.is_initialized():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         url = f"file://{job.rendezvous}-{job.function}"  # a TCP store would listen on all interfaces
         dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.slots, timeout=GLOO_TIMEOUT)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from _peers_report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
+from fdp._bench._report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
 
 # Okabe and Ito's colours: told apart also by people who are colour-blind. fdp is blue, peers are not.
 COLOURS = {
@@ -19,12 +19,9 @@ INK, MUTED = "#222222", "#5f5f5f"
 
 
 def draw(found: dict[str, Any], out: Path) -> None:
-    """Write `peers.svg` and `peers.png`."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed; it is in the extra: pip install '.[demo]'")
-        return
+    """Write `peers.svg` and `peers.png`; needs matplotlib."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

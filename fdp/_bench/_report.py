@@ -5,10 +5,12 @@ import importlib.metadata
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fdp._terminal import Row, line, table
+from fdp._workers import cores
 
 PLAIN, LIMIT = "torch, all cores", "one shard alone (limit)"
 SEQUENTIAL, THREADS, COMPILED = "fdp sequential", "fdp threads", "fdp threads, compiled"
@@ -21,7 +23,6 @@ TARGETS: dict[tuple[str, str], dict[str, float]] = {
     (COMPILED, JAX): dict.fromkeys(("small MLP", "wide MLP", "CNN", "transformer", "LSTM"), 1.0),
 }
 Times = dict[str, list[float]]  # seconds a call of each contender, round by round
-Row = Sequence[str]
 
 
 def ratio(times: Times, one: str, other: str) -> float | None:
@@ -66,44 +67,15 @@ def show(report: dict[str, Any]) -> None:
     models = report["models"]
     head = ["model", "contender", "median ms", "quartiles ms", "/ torch", "/ best peer", "/ limit"]
     table("Forward and backward", head, [rows_of(*item) for item in models.items()])
-    print("* the best peer of the model. Ratios are medians of the ratios within a round; smaller is faster.\n")
+    line("* the best peer of the model. Ratios are medians of the ratios within a round; smaller is faster.")
+    line()
     head = ["model", "ratio", "target", "measured", ""]
-    table("Targets", head, [targets_of(*item) for item in models.items()])
-    load, cores = report["machine"]["load before"], report["machine"]["cores"]
-    if load > 0.3 * cores:
-        print(f"The load was {load:.1f} on {cores} cores before the run: others worked too, and these figures are bad.")
+    table("Targets, set on a machine with two cores", head, [targets_of(*item) for item in models.items()])
+    load, count = report["machine"]["load before"], report["machine"]["cores"]
+    if load is not None and load > 0.3 * count:
+        line(f"The load was {load:.1f} on {count} cores before the run: others worked too, and these figures are bad.")
     for name, reason in report["skipped"].items():
-        print(f"skipped {name}: {reason}")
-
-
-def table(title: str, head: Row, sections: Sequence[Sequence[Row]]) -> None:
-    """Print with rich, or in plain columns where there is none."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _plain_table(title, head, sections)
-        return
-    drawn = Table(title=title, title_justify="left", title_style="bold")
-    for i, name in enumerate(head):
-        drawn.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
-    for rows in sections:
-        for i, row in enumerate(rows):
-            drawn.add_row("" if i and row[0] == rows[i - 1][0] else row[0], *row[1:])
-        drawn.add_section()
-    # In a file or a pipe there is no width to fit in, and what is cut off is lost.
-    Console(width=None if sys.stdout.isatty() else 120).print(drawn)
-
-
-def _plain_table(title: str, head: Row, sections: Sequence[Sequence[Row]]) -> None:
-    lines = [head, *(row for rows in sections for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    print(title)
-    for line in lines:
-        cells = [
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+        line(f"skipped {name}: {reason}")
 
 
 def _number(value: float | None) -> str:
@@ -118,9 +90,9 @@ def surroundings(command: str) -> dict[str, Any]:
         "command": command,
         "machine": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": cores(),
             "system": f"{platform.system()} {platform.machine()}",
-            "load before": os.getloadavg()[0],
+            "load before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
     }
@@ -134,7 +106,8 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    known = Path("/proc/cpuinfo")  # Linux only
+    for text in known.read_text().splitlines() if known.exists() else ():
+        if text.startswith("model name"):
+            return text.partition(":")[2].strip()
     return platform.processor()

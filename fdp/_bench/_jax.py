@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _peers_models import Figures, build
-from _peers_process import Case, Job, Unavailable
+
+from fdp._bench._models import Figures, build
+from fdp._bench._process import Case, Job, Unavailable
 
 Params = dict[str, Any]
 
@@ -23,7 +24,7 @@ def jax_shard_map(job: Job, name: str) -> Case:
     try:
         import jax
     except ImportError:
-        raise Unavailable("jax is not installed; it is in the extra: pip install '.[bench]'") from None
+        raise Unavailable('JAX is not installed: pip install "fdp[bench]"') from None
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((job.slots,), ("data",))

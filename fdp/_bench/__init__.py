@@ -1,0 +1,1 @@
+"""The comparison with peers: fdp beside plain torch, DistributedDataParallel and JAX."""

@@ -1,0 +1,82 @@
+"""Which devices there are, and whether each of them computes."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fdp._command._results import Result
+from fdp._workers import cores
+
+
+def check_devices(devices: Sequence[torch.device]) -> Result:
+    """Name, memory and cores of each device, and whether a product on it is right."""
+    different = list(dict.fromkeys(devices))
+    known = {str(device): properties(device) for device in different}
+    wrong = {str(device): text for device in different if (text := _wrong(device)) is not None}
+    lines = [f"{name}: {described(each)}" for name, each in known.items()]
+    summary = f"{len(devices)} slot{'s' * (len(devices) > 1)} on {_named(different)}"
+    details = {"slots": [str(device) for device in devices], "devices": known}
+    if not wrong:
+        return Result("devices", "ok", summary, lines=lines, details=details)
+    lines += [f"{name}: {text}" for name, text in wrong.items()]
+    advice = f"do not use {', '.join(wrong)}; a torch built for another architecture is the usual cause"
+    return Result("devices", "failed", summary, advice, lines, details | {"wrong": wrong})
+
+
+def properties(device: torch.device) -> dict[str, Any]:
+    """What torch knows of a device: under `name`, `memory` in bytes, `cores`, and for CUDA `capability`."""
+    if device.type == "cpu":
+        return {"name": _processor(), "memory": _memory(), "cores": cores()}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        capability = f"{found.major}.{found.minor}"
+        counts = {"cores": found.multi_processor_count, "capability": capability}
+        return {"name": found.name, "memory": found.total_memory} | counts
+    # Other backends have some of it, under names of their own.
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    found = None if ask is None else ask(device)
+    name = getattr(found, "name", device.type)
+    return {
+        "name": name,
+        "memory": getattr(found, "total_memory", None),
+        "cores": getattr(found, "max_compute_units", None),
+    }
+
+
+def described(known: dict[str, Any]) -> str:
+    """The properties of a device in words."""
+    parts = [known["name"]]
+    if known["memory"]:
+        parts.append(f"{known['memory'] / 2**30:.1f} GiB")
+    if known["cores"]:
+        parts.append(f"{known['cores']} {'multiprocessors' if 'capability' in known else 'cores'}")
+    if "capability" in known:
+        parts.append(f"compute capability {known['capability']}")
+    return ", ".join(parts)
+
+
+def _wrong(device: torch.device) -> str | None:
+    """What is wrong with a product of small whole numbers, which every device computes exactly."""
+    factor = torch.arange(64 * 64).reshape(64, 64) % 5
+    try:
+        found = (factor.to(device, torch.float32) @ factor.to(device, torch.float32)).cpu()
+    except RuntimeError as error:
+        return f"cannot compute: {str(error).splitlines()[0]}"
+    return None if torch.equal(found, (factor @ factor).float()) else "a product of matrices is wrong"
+
+
+def _named(devices: Sequence[torch.device]) -> str:
+    return ", ".join(map(str, devices)) if len(devices) <= 4 else f"{len(devices)} devices"
+
+
+def _processor() -> str:
+    return torch.backends.cpu.get_cpu_capability() + " CPU"
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None

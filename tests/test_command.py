@@ -1,0 +1,475 @@
+"""`python -m fdp`: exit codes, what is printed where, and what the checks find."""
+
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fdp
+from fdp import _terminal
+from fdp._bench import _compare, _report
+from fdp._bench._process import Job
+from fdp._command import _balance, _bench, _check, _copies, _doctor, _hardware, _loopback, _threads, _versions, run
+from fdp._command._results import Result
+
+ROOT = Path(__file__).parents[1]
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+def command(*arguments: str) -> int:
+    return run(arguments, fdp.__version__)
+
+
+# ---- the command line
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]):
+    assert command() == 2
+    assert "doctor" in capsys.readouterr().out
+    assert command("--version") == 0
+    assert capsys.readouterr().out == f"fdp {fdp.__version__}\n"
+    for name in ("doctor", "check", "bench"):
+        assert command(name, "--help") == 0
+        assert f"python -m fdp {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["doktor"], "invalid choice"),
+        (["doctor", "--devices", "cpu", "--virtual", "2"], "not allowed with"),
+        (["doctor", "--virtual", "0"], "positive number of slots"),
+        (["doctor", "--devices", "cuda:99"], "--devices: device 'cuda:99' is not available"),
+        (["check"], "required"),
+        (["bench", "--rounds", "1"], "at least 2"),
+        (["bench", "--models", "GPT"], "invalid choice"),
+        (["bench", "--show", "nothing.json"], "--show nothing.json"),
+        (["bench", "--profile", "CNN", "--json"], "has no --json"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert command(*arguments) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+def test_module_runs_and_the_package_does_not_import_it():
+    code = (
+        "import fdp, runpy, sys\n"
+        "print([name for name in sys.modules if name.startswith(('fdp._command', 'fdp._bench', 'rich'))])\n"
+        "runpy.run_module('fdp', run_name='__main__')"
+    )
+    done = python("-c", code)
+    assert done.returncode == 2
+    assert done.stdout.startswith("[]\nusage: python -m fdp")
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_doctor, "diagnose", interrupted)
+    assert command("doctor") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert command("--help") == 141
+
+
+# ---- lines and tables
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_unless_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    result = Result("copies", "failed", "wrong contents " * 20 + "[bold]", "do this")
+    result.show()
+    _terminal.table("Title", ["name", "number"], [[["long " * 30, "1"]], [["b", "22"]]], left=1)
+    plain = capsys.readouterr().out
+    assert plain.isascii()
+    assert "\x1b" not in plain
+    assert "wrong contents " * 20 + "[bold]" in plain
+    assert plain.splitlines()[-1].endswith("22")
+
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    result.show()
+    assert "\x1b[1;31mfailed" in terminal.getvalue()
+    assert "[bold]" in terminal.getvalue()
+
+
+# ---- doctor
+
+
+def test_doctor_here():
+    done = python("-m", "fdp", "doctor", "--json", "--virtual", "3")
+    report = json.loads(done.stdout)
+    assert [check["name"] for check in report["checks"]] == list(_doctor.checks_of([CPU], ""))
+    assert done.returncode == (report["status"] == "failed")
+    assert report["fdp"] == fdp.__version__
+    for check in report["checks"]:
+        assert check["status"] in ("ok", "warning"), check
+        assert check["status"] == "ok" or check["advice"], check
+
+
+def found(name: str, status: Any) -> Result:
+    return Result(name, status, "a summary", "an advice")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("ok", 0), ("warning", 0), ("failed", 1)], ids=["ok", "warning", "failed"]
+)
+def test_doctor_exit_codes(status: Any, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    checks = {"a": lambda: found("a", "ok"), "b": lambda: found("b", status)}
+    monkeypatch.setattr(_doctor, "checks_of", lambda *_: checks)
+    assert command("doctor") == code
+    assert re.search(rf"^{status} +b +a summary\n +-> an advice$", capsys.readouterr().out, re.MULTILINE)
+    assert command("doctor", "--json") == code
+    assert json.loads(capsys.readouterr().out)["status"] == status
+
+
+def test_check_that_raises_has_failed_and_others_go_on():
+    def broken() -> Result:
+        raise RuntimeError("no kernel image\nis available")
+
+    first, second = _doctor.diagnose({"a": broken, "b": lambda: found("b", "ok")})
+    assert (first.name, first.status, first.summary) == ("a", "failed", "RuntimeError: no kernel image is available")
+    assert second.status == "ok"
+
+
+def test_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [project["requires-python"].replace(">=", "python>="), *project["dependencies"]]
+    stated = {name: bound for name, bound in (need.split(">=") for need in needs) if name in _versions.OLDEST}
+    assert stated == {name: ".".join(map(str, bound)) for name, bound in _versions.OLDEST.items()}
+    pins = (ROOT / ".ci" / "constraints.txt").read_text()
+    assert f"torch=={'.'.join(map(str, _versions.TESTED))}." in pins
+
+
+def test_versions():
+    assert _versions.judge({"torch": "1.13.1"})[0] == "failed"
+    assert _versions.judge({"torch": "99.0a0+git1234"})[0] == "warning"
+    assert _versions.judge({"torch": "2.13.1+cu130", "optree": "unknown"}) == ("ok", None)
+
+
+def test_balance():
+    assert _balance.check_balance([CPU, CPU], lambda _: 3e9).status == "ok"
+    assert _balance.check_balance([CPU, META], lambda _: 3e9).details["weights"] is None
+    speeds = {CPU: 1e9, META: 4e9}
+    result = _balance.check_balance([CPU, META, META], speeds.__getitem__)
+    assert result.status == "warning"
+    assert result.details["weights"] == [0.5, 1.0, 1.0]
+    assert "weights=[0.5, 1.0, 1.0]" in (result.advice or "")
+    assert _balance.product_rate(CPU) > 0
+
+
+def test_devices():
+    result = _hardware.check_devices([CPU, CPU])
+    assert result.status == "ok"
+    assert result.details["devices"]["cpu"]["cores"] >= 1
+    text = _hardware.described({"name": "X", "memory": 2**34, "cores": 132, "capability": "9.0"})
+    assert text == "X, 16.0 GiB, 132 multiprocessors, compute capability 9.0"
+
+
+def test_copies_on_the_cpu():
+    assert _copies.check_copies([CPU, CPU]).details["pairs"] == 0
+    assert list(_copies.faults_of([(CPU, CPU)], lambda tensor, _: tensor.clone())) == []
+
+
+def lost_element(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+    copy = tensor.clone()
+    copy.view(-1)[-1] = 0
+    return copy
+
+
+def stale_memory() -> _copies.Move:
+    """What the copy before has left: https://github.com/pytorch/pytorch/issues/87363."""
+    last: dict[Any, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+        before = last.get(tensor.shape, torch.zeros_like(tensor))
+        last[tensor.shape] = tensor.clone()
+        return before
+
+    return move
+
+
+def failing(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+    raise RuntimeError("peer access is not supported")
+
+
+@pytest.mark.parametrize(
+    ("move", "says"),
+    [
+        (lost_element, "1 of 1024 elements wrong, from element 1023 on"),
+        (stale_memory(), "1024 of 1024 elements wrong, from element 0 on"),
+        (failing, "RuntimeError: peer access is not supported"),
+        (lambda tensor, _: tensor[:1], "shape (1,), not (1024,)"),
+    ],
+    ids=["lost element", "stale memory", "error", "shape"],
+)
+def test_copies_that_go_wrong(move: _copies.Move, says: str):
+    faults = list(_copies.faults_of([(CPU, CPU)], move))
+    assert len(faults) == len(_copies.SIZES) * len(_copies.FORMS)
+    assert faults[0].text == says
+
+
+def test_threads_that_share_a_module(monkeypatch: pytest.MonkeyPatch):
+    assert _threads.check_threads([CPU] * 2).status == "ok"
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 4)).double()
+    states = [{name: torch.randn_like(p) for name, p in module.named_parameters()} for _ in range(_threads.THREADS)]
+
+    def unsafe(state: Any, x: torch.Tensor) -> torch.Tensor:
+        params = dict(module.named_parameters())
+        for name, p in params.items():
+            p.data.copy_(state[name])
+            time.sleep(1e-4)  # others write here
+        return module(x)
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    monkeypatch.setattr(_threads, "_function", lambda *_: (unsafe, states, x))
+    (problem,) = _threads._concurrent_calls()
+    assert re.fullmatch(r"\d+ of 100 calls of functional\(module\) from threads were wrong", problem)
+
+
+def test_processes_that_do_not_meet(tmp_path: Path):
+    pids = tmp_path / "pids"
+    code = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"path = pathlib.Path({str(pids)!r})\n"
+        "path.with_suffix('.new').write_text(f'{os.getpid()} {child.pid}')\n"
+        "path.with_suffix('.new').rename(path)\n"
+        "time.sleep(600)\n"
+    )
+    start = time.monotonic()
+    result = _loopback.check_distributed([sys.executable, "-c", code], seconds=2)
+    assert result.status == "failed"
+    assert "no answer in 2 s" in result.summary
+    assert time.monotonic() - start < 30
+    assert pids.exists(), "the machine is too slow for this test"
+    for pid in map(int, pids.read_text().split()):
+        assert has_ended(pid)
+
+
+def has_ended(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        if state == "Z":  # nobody has asked for its exit code yet
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("raise OSError('no sockets here')", "OSError: no sockets here"),
+        ("print('sums: [1.0, 7.0]')", "sums are [1.0, 7.0]"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
+)
+def test_processes_that_fail(code: str, says: str):
+    result = _loopback.check_distributed([sys.executable, "-c", code])
+    assert result.status == "failed"
+    assert says in result.summary
+
+
+# ---- check
+
+MODULE = """
+import torch
+
+def loss(params, x, y):
+    print("from the function")
+    return torch.nn.functional.cross_entropy(x @ params, y)
+
+def columns(params, x):
+    return (x @ params).softmax(0)
+
+def raising(params, x):
+    raise KeyError("the user's own")
+
+def asserting(params, x):
+    assert x.shape == (1, 1), "the user's own"
+
+def sample_inputs():
+    return torch.eye(3)[:, :2], (torch.randn(7, 3), torch.arange(7) % 2)
+
+def one_input():
+    return torch.eye(3)[:, :2], torch.arange(21.0).view(7, 3).sin()
+
+with_options = *one_input(), {"slots": (2,), "dtype": torch.float64}
+misspelt = *one_input(), {"slot": (2,)}
+flat = *one_input(), torch.arange(7)
+number = 3
+
+def none():
+    raise LookupError("the user's own")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current folder, under a name that no other test has imported."""
+    name = f"module_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+@pytest.mark.parametrize("suffix", ["", ".py"])
+def test_function_that_passes(suffix: str, module: str, capsys: pytest.CaptureFixture[str]):
+    assert command("check", f"{module}{suffix}:loss") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"ok  {module}{suffix}:loss gives on 1, 2, 3 and 4 slots what it gives on one device"
+    assert command("check", f"{module}{suffix}:loss", "--json", "--virtual", "2") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {
+        "command": "check",
+        "function": f"{module}{suffix}:loss",
+        "status": "ok",
+        "slots": [1, 2],
+        "report": None,
+    }
+    assert "from the function" in said.err
+
+
+@pytest.mark.parametrize("samples", ["one_input", "with_options"])
+def test_function_that_differs(samples: str, module: str, capsys: pytest.CaptureFixture[str]):
+    assert command("check", f"{module}:columns", "--samples", samples) == 1
+    assert "assert_data_parallel: out differs on 2 slots" in capsys.readouterr().out
+    assert command("check", f"{module}:columns", "--samples", f"{module}:{samples}", "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == "failed"
+    assert "out differs on 2 slots" in document["report"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("nothing_here:loss", "there is no module 'nothing_here', seen from"),
+        ("nothing_here.py:loss", "there is no file nothing_here.py, seen from"),
+        ("train", "'train' names no function: write package.module:NAME"),
+        ("train.py", "'train.py' names no function: write train.py:NAME"),
+        ("M:los", "M has no 'los'. Did you mean loss?"),
+        ("M:number", "M:number is no function, but a int"),
+        ("M:raising --samples one_input", 'in raising\n    raise KeyError("the user\'s own")'),
+        ("M:asserting --samples one_input", "cannot be checked: AssertionError: the user's own"),
+        ("M:columns", "columns() takes 2 positional arguments but 3 were given"),
+        ("math:hypot", "math has no 'sample_inputs': write there a function sample_inputs() that returns"),
+        ("M:loss --samples nowhere:samples", "there is no module 'nowhere'"),
+        ("M:loss --samples number", "gives int; expected (params, inputs) or (params, inputs, options)"),
+        ("M:loss --samples none", "M:none() raised LookupError: the user's own"),
+        ("M:loss --samples misspelt", "assert_data_parallel has no option 'slot'; did you mean 'slots'?"),
+        ("M:loss --samples flat", "gives Tensor as the third; expected a dict"),
+        ("M:columns --samples one_input --virtual 0", "positive number of slots"),
+    ],
+)
+def test_what_cannot_be_checked(arguments: str, says: str, module: str, capsys: pytest.CaptureFixture[str]):
+    assert command("check", *arguments.replace("M:", f"{module}:").split()) == 2
+    said = capsys.readouterr()
+    assert says.replace("M:", f"{module}:").replace("M has", f"{module} has") in said.err
+    assert "Traceback" not in said.err
+    assert "_command" not in said.err  # no frames of the library
+    assert said.out == ""
+
+
+def test_module_that_cannot_be_imported(module: str, capsys: pytest.CaptureFixture[str]):
+    for text, says in (("import nothing_at_all", "No module named 'nothing_at_all'"), ("def f(:", "SyntaxError")):
+        Path(f"{module}_broken.py").write_text(text)
+        assert command("check", f"{module}_broken.py:f") == 2
+        assert says in capsys.readouterr().err
+    Path(f"{module}_exits.py").write_text("import sys; sys.exit(0)")
+    assert command("check", f"{module}_exits:f", "--json") == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == "error"
+    assert "SystemExit: 0" in document["report"]
+
+
+def test_options_are_those_of_the_assertion():
+    from fdp._command import _samples
+
+    assert {"in_dims", "out_dims", "kwargs", "has_aux", "dtype", "slots"} <= set(_samples.OPTIONS)
+    assert _check.DEFAULT == "sample_inputs"
+
+
+# ---- bench
+
+
+def only_torch(rendezvous: str) -> dict[str, list[Job]]:
+    return {name: _compare.jobs(rendezvous)[name] for name in (_report.PLAIN,)}
+
+
+def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_compare, "measure", functools.partial(_compare.measure, jobs_of=only_torch))
+    monkeypatch.setattr(_bench.importlib.util, "find_spec", lambda name: None)  # as without matplotlib
+    assert command("bench", "--rounds", "2", "--models", "small MLP", "--out", "there", "--json") == 0
+    said = capsys.readouterr()
+    measured = json.loads(said.out)
+    assert len(measured["models"]["small MLP"][_report.PLAIN]) == 2
+    assert measured["command"] == "python -m fdp bench --rounds 2 --models 'small MLP'"
+    assert 'pip install "fdp[bench]"' in said.err
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["there/peers.json"]
+    assert json.loads(Path("there/peers.json").read_text()) == measured
+
+    assert command("bench", "--show", "there/peers.json", "--out", "there") == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^small MLP  torch, all cores \*  +\d+\.\d{3}", table, re.MULTILINE)
+    assert "not measured" in table
+
+
+def test_bench_of_a_contender_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def wrong(models: Sequence[str], rounds: int, command: str) -> Any:
+        raise RuntimeError("JAX shard_map, CNN: wrong: loss 3, not 2")
+
+    monkeypatch.setattr(_compare, "measure", wrong)
+    assert command("bench", "--out", str(tmp_path)) == 1
+    assert "wrong: loss 3, not 2" in capsys.readouterr().err

@@ -88,7 +88,9 @@ class Loan:
     def _stand(self) -> Stand:
         if self._has_clones:
             skeleton = self._spare.pop() if self._spare else take(pool_of(self.module), self.module)
-            return Clone(self.module, skeleton)
+            if skeleton.trusted:
+                return Clone(self.module, skeleton)
+            self._has_clones = False  # something has changed since the first
         return Copied(self.module) if has_scripts(self.module) else InPlace(self.module)
 
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fdp._across import Across
+from fdp._beginnings import begins
 from fdp._call import Arg, Options, Shard, call_shard, check_function, keyword_args, positional_args, prepare
 from fdp._devices import as_device, as_devices
 from fdp._executors import Mode, check_options, run_all, slots_of
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._place import Plan, common_processes
-from fdp._processes import Across, begins, processes_of
+from fdp._processes import processes_of
 from fdp._replicate import replicate_on
 from fdp._slots import Sharded, Slots
 from fdp._together import Task

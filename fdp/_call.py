@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from fdp._across import Across
 from fdp._dims import Plan, microbatched
 from fdp._executors import check_options
 from fdp._guards import is_forward_mode
 from fdp._place import Memo, common_processes, flatten_args, held_slots, place, plan_args
-from fdp._processes import Across, Processes, processes_of
+from fdp._processes import Processes, processes_of
 from fdp._reach import captured
 from fdp._slots import Sharded, Slots
 from fdp._spread import Entered

@@ -10,6 +10,7 @@ import torch
 
 from fdp._accumulate import Gradients, check_differentiable
 from fdp._backward import Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
+from fdp._beginnings import begins
 from fdp._call import Call, Options, Shard, check_function, keyword_args, positional_args, prepare
 from fdp._context import Slot
 from fdp._devices import as_device
@@ -18,7 +19,6 @@ from fdp._gang import Together
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import must_run_together, remember_apart, runs_apart
-from fdp._processes import begins
 from fdp._together import Task
 from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp._wire import Again

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
+from fdp._across import Across
 from fdp._context import IN_ORDER, Slot, run_in_slot, text_of
 from fdp._dims import Plan
 from fdp._gang import WANTED, Together
@@ -25,7 +26,6 @@ from fdp._known import (
     note,
     remember_together,
 )
-from fdp._processes import Across
 from fdp._state import is_carried, why_not_together
 from fdp._threads import run_side_by_side
 from fdp._together import Task, run_together
@@ -126,6 +126,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
                 "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
             )
     except Together as need:
+        need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
         if not mode.effects:
             remember_together(mode.fn)
         if mode.stays_apart():

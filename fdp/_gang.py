@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
+from fdp._across import Across
 from fdp._context import Slot, text_of
-from fdp._processes import Across
 from fdp._state import ThreadState
 from fdp._turns import Abandoned, Member, Turns, Wait
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from fdp._across import Across
 from fdp._join import join, same_value
-from fdp._processes import Across, Processes
+from fdp._processes import Processes
 from fdp._spread import Parts, Tied, total
 from fdp._tensor import accumulator, concat, is_inexact
 from fdp._tree import Flat, flatten, leaves_up_to, unflatten

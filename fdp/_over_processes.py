@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fdp._across import Across
 from fdp._operations import Extreme, Operation, Sum
-from fdp._processes import Across
 from fdp._tensor import accumulator, total
 from fdp._wire import Place, Wire
 

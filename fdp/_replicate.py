@@ -4,8 +4,9 @@ import dataclasses
 
 import torch
 
+from fdp._beginnings import begins
 from fdp._devices import as_devices
-from fdp._processes import begins, processes_of
+from fdp._processes import processes_of
 from fdp._same import same_everywhere
 from fdp._slots import Replicated, Slots
 from fdp._stages import staged

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._processes import Processes, begin
+from fdp._beginnings import begin
+from fdp._processes import Processes
 from fdp._spread import Entered
 from fdp._tree import Flat, unflatten
 from fdp._typing import Tree

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from fdp._beginnings import begins
 from fdp._devices import as_device, as_devices
 from fdp._dims import check_weights
 from fdp._join import join
 from fdp._join_across import gather_across
 from fdp._place import flatten_args, place, plan_args
-from fdp._processes import begins, processes_of
+from fdp._processes import processes_of
 from fdp._slots import Sharded, Slots
 from fdp._stages import stage
 from fdp._tree import named_spec

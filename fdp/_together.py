@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdp._across import Across
 from fdp._context import Slot
 from fdp._gang import Settings
 from fdp._gang_run import Outcome, run_gang, run_gang_here
 from fdp._guards import install, is_forward_mode
 from fdp._meeting import depth
-from fdp._processes import Across
 from fdp._state import ThreadState, why_not_together
 from fdp._stitch import Ends, isolated, stitched
 from fdp._typing import Tree

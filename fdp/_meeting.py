@@ -21,6 +21,8 @@ functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIss
 
 def axis_of(where: str, name: str) -> Axis:
     """The innermost axis of a name."""
+    if torch.compiler.is_compiling():  # under fullgraph an error with this text, else the code goes on uncompiled
+        torch._dynamo.graph_break(msg="collectives and axis_index cannot be compiled; compile what is between them")
     axes = AXES.get()
     for axis in reversed(axes):
         if axis.slot.axis_name == name:
@@ -42,8 +44,6 @@ def depth() -> int:
 
 
 def gang_of(axis: Axis, where: str) -> Gang:
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{where}: collectives over several slots cannot be compiled; compile what is between them")
     if IN_PLACE.get():
         raise RuntimeError(
             f"{where}: in a module that is called in place, because something in it leads back to it (a hook that "

@@ -93,7 +93,8 @@ class DataParallel(nn.Module, Generic[M]):
     ) -> None:
         super().__init__()
         self._configure(module, device_ids, output_device, dim, weights, buffers, executor)
-        warn_of_imbalance(self._devices)
+        if weights is None:
+            warn_of_imbalance(self._devices)
         if len(self._devices) == 1:
             self.module.to(self._devices[0])
 

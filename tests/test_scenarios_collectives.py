@@ -18,7 +18,7 @@ from tests.test_docs import ROOT, blocks
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_count = pytest.mark.parametrize("slots", COUNTS)
-PAGE: Path = ROOT / "docs" / "collectives.md"
+PAGE: Path = ROOT / "docs" / "how_to" / "collectives.md"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Data parallelism for PyTorch as a pure function."""
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fdp import distributed as distributed
@@ -48,18 +47,17 @@ from fdp._visualize import visualize as visualize
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 
-if TYPE_CHECKING:
-    from fdp import testing as testing
-
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from fdp import testing as testing
+else:  # type checkers would let any name pass
 
-def __getattr__(name: str) -> ModuleType:
-    """`fdp.testing` is imported when it is first asked for: training does without, and starts sooner."""
-    if name == "testing":
-        return importlib.import_module("fdp.testing")
-    raise AttributeError(f"module 'fdp' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """`fdp.testing` is imported when it is first asked for: training does without, and starts sooner."""
+        if name == "testing":
+            return importlib.import_module("fdp.testing")
+        raise AttributeError(f"module 'fdp' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), "testing"})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "testing"})

@@ -1,5 +1,6 @@
 """The loss and gradients of single shards: by plain autograd, or by torch.func where a transform is active."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -78,9 +79,10 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
         plain[:] = [flat.structure, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]]
         return loss, tensors
 
-    loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
-    seed = share()
-    grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
+    with _recording():
+        loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
+        seed = share()
+        grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
     structure, others = plain
     rest = iter(tensors)
     aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
@@ -88,6 +90,19 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
         grads = [None if grad is None else grad.detach() for grad in grads]
         loss, aux = loss.detach(), _detached(aux, problem.where)
     return Result(loss, aux, inputs.cut(grads))
+
+
+def _recording() -> contextlib.AbstractContextManager[object]:
+    """As a context: torch.func differentiates, in inference mode too. In that of torch 2.11 it would find zeros."""
+    if _DIFFERENTIATES_IN_INFERENCE_MODE or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())  # what is outside is not to be tracked
+    return stack
+
+
+_DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
 
 
 def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], create_graph: bool | None) -> list[Result]:
@@ -145,7 +160,8 @@ def count_of(problem: Problem, count: Function, shard: Shard) -> float:
     if torch.compiler.is_compiling() or not inputs.leaves:
         call(*inputs.leaves)
     elif needs_transform(inputs.leaves):
-        torch.func.vjp(call, *inputs.leaves)
+        with _recording():
+            torch.func.vjp(call, *inputs.leaves)
     else:
         with torch.enable_grad():
             call(*(leaf.detach().requires_grad_() for leaf in inputs.leaves))

@@ -1,6 +1,7 @@
 """From shards to one tree: what may be joined how, and joining it."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -188,7 +189,8 @@ def _structures_differ(one: Any, other: Any) -> bool:
     return any(map(_structures_differ, one.children(), other.children()))
 
 
-_COMPILES_COMPARISONS = torch.__version__ >= "2.13"  # before, not those of optree's structures
+# The compiler of torch before 2.13 does not compare optree's structures, nor does that of 2.13 on Python 3.13.
+_COMPILES_COMPARISONS = torch.__version__ >= "2.13" and sys.version_info < (3, 13)
 
 
 def _dtype_problem(tensors: Sequence[torch.Tensor]) -> str | None:

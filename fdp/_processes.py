@@ -15,7 +15,8 @@ class Processes:
     """All processes of a mesh: how many slots each has, and how they talk."""
 
     def __init__(self, wire: Wire, slots: Sequence[int]) -> None:
-        self.wire, self.slots = wire, tuple(slots)
+        self.wire: Wire = wire
+        self.slots: tuple[int, ...] = tuple(slots)
         self._wires: dict[tuple[int, ...], Wire | None] = {wire.ranks: wire}
         self._is_closed = False
         self.calls = 0

@@ -3,6 +3,7 @@
 All are plain differentiable torch, so autograd and torch.func need nothing special here.
 """
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -103,6 +104,11 @@ def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
 _Tensor: Any = torch.Tensor  # not all of it has types
 _LARGE = 2**16  # bytes: below, counting takes longer than allocating
 _ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """What a contiguous tensor on the CPU holds. Not through numpy: torch can be installed without it."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from fdp._context import SIDE_BY_SIDE, Beside, Slot, run_in_slot
+from fdp._gang import Together
 from fdp._guards import install
 from fdp._known import compilations, is_cold, may_compile, note, remember_order
 from fdp._state import ThreadState
@@ -216,6 +217,8 @@ class _Lanes:
                 self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
         except BaseException as error:
             self._errors[job.number] = error
+            if isinstance(error, Together):
+                error.__traceback__ = None  # in this thread: see `run` in fdp._executors
             if not isinstance(error, Exception):
                 with self._lock:
                     self.todo.clear()

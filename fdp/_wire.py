@@ -20,7 +20,7 @@ from torch._C import _are_functorch_transforms_active as is_transformed
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._context import text_of
-from fdp._tensor import accumulator
+from fdp._tensor import accumulator, bytes_of
 
 _LARGE = 2**19  # bytes from which a tensor is summed by itself
 _BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
@@ -93,7 +93,9 @@ class Wire:
     """Some processes, by their ranks in the mesh, and the group in which they talk."""
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, width: int, timeout: datetime.timedelta) -> None:
-        self.group, self.ranks, self.rank = group, tuple(ranks), rank
+        self.group: Any = group
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.rank: int = rank
         self._width, self._timeout = width, timeout
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
@@ -167,17 +169,26 @@ class Wire:
 
     def objects(self, value: Any, name: str) -> list[Any]:
         """The value of every process, pickled on the way."""
-        problem = data = None
         try:
-            data = pickle.dumps(value)
+            own = b"\1" + pickle.dumps(value)
         except Exception as error:  # the others are told, or they would wait
-            problem = f"{type(error).__name__}: {text_of(error)}"
-        found: list[Any] = [None] * len(self.ranks)
-        self._run(name, lambda: dist.all_gather_object(found, (data, problem), group=self.group))
-        for rank, (_, text) in zip(self.ranks, found, strict=True):
-            if text is not None:
-                raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {text}")
-        return [pickle.loads(data) for data, _ in found]
+            own = b"\0" + f"{type(error).__name__}: {text_of(error)}".encode(errors="backslashreplace")
+        found = self._run(name, lambda: self._all_bytes(own))
+        for rank, data in zip(self.ranks, found, strict=True):
+            if not data[0]:
+                problem = data[1:].decode()
+                raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {problem}")
+        return [pickle.loads(data[1:]) for data in found]
+
+    def _all_bytes(self, own: bytes) -> list[bytes]:
+        """The bytes of every process, not none; `dist.all_gather_object` would need numpy."""
+        sizes = [torch.empty(1, dtype=torch.int64, device=self._control) for _ in self.ranks]
+        dist.all_gather(sizes, torch.tensor([len(own)], device=self._control), group=self.group)
+        room = max(int(size) for size in sizes)
+        sent = torch.frombuffer(bytearray(own.ljust(room)), dtype=torch.uint8).to(self._control)
+        arrived = [torch.empty_like(sent) for _ in self.ranks]
+        dist.all_gather(arrived, sent, group=self.group)
+        return [bytes_of(x.cpu())[: int(size)] for x, size in zip(arrived, sizes, strict=True)]
 
     def sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> list[Tensor]:
         """`begin_sums`, and what comes of it."""
@@ -230,6 +241,12 @@ class Wire:
         """Overwrite the tensor, which is contiguous, by that of one of the processes."""
         data = tensor.view(-1).view(torch.uint8)
         self._run(name, lambda: dist.broadcast(data, self._global(position), group=self.group))
+
+    def share_bytes(self, data: bytes, position: int, name: str) -> bytes:
+        """The bytes of one of the processes; those of the others are as many, not none."""
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._control)
+        self.share(tensor, position, name)
+        return bytes_of(tensor.cpu())
 
     def _global(self, position: int) -> int:
         return position if self.group is None else dist.get_global_rank(self.group, position)

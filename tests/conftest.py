@@ -10,6 +10,7 @@ torch.set_num_threads(1)  # the tensors are tiny
 with warnings.catch_warnings():
     # Forward-mode AD loads this at its first use, and torch warns there of its own `torch.jit.script`.
     warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
     import torch._decomp.decompositions_for_jvp
 
 

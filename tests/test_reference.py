@@ -120,5 +120,6 @@ def test_links_lead_somewhere(page: Path):
 def test_the_page_on_layers_names_every_module():
     table = (ROOT / "docs/explanation/layers.md").read_text(encoding="utf-8").split("## ")[1]
     named = set(re.findall(r"`(\w+)/?`", table))
-    modules = [path.stem for path in [*ROOT.glob("fdp/*.py"), *(path.parent for path in ROOT.glob("fdp/*/__init__.py"))]]
-    assert {name.lstrip("_") for name in modules if not name.startswith("__")} - named == set()
+    packages = [path.parent for path in ROOT.glob("fdp/*/__init__.py")]
+    modules = [path.stem for path in [*ROOT.glob("fdp/*.py"), *packages] if not path.stem.startswith("__")]
+    assert {name.lstrip("_") for name in modules} - named == set()

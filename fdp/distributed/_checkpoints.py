@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fdp._context import fold_in, text_of
+from fdp._tensor import bytes_of
 from fdp._typing import Tree
 from fdp._wire import Place
 from fdp.distributed._checkpoint_files import load, newest, write
@@ -163,9 +164,8 @@ def _from_first(wire: Any, data: bytes | None) -> bytes | None:
         return None
     parts = []
     for start in range(0, size, _CHUNK):
-        part = [None if data is None else data[start : start + _CHUNK]]
-        dist.broadcast_object_list(part, group=wire.group, group_src=0)
-        parts.append(part[0])
+        part = bytes(min(_CHUNK, size - start)) if data is None else data[start : start + _CHUNK]
+        parts.append(wire.share_bytes(part, 0, "Checkpoints"))
     return b"".join(parts)
 
 
@@ -179,7 +179,7 @@ def _generator_states() -> dict[str, torch.Tensor]:
 
 
 def _set_generators(saved: list[dict[str, torch.Tensor]], position: int, wire: Any) -> None:
-    seed = int.from_bytes(hashlib.sha256(saved[0]["cpu"].numpy().tobytes()).digest()[:8])
+    seed = int.from_bytes(hashlib.sha256(bytes_of(saved[0]["cpu"])).digest()[:8])
     torch.manual_seed(fold_in(seed, position))
     if len(saved) != (1 if wire is None else len(wire.ranks)):
         return

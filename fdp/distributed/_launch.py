@@ -50,7 +50,7 @@ def launch(
     it: `torch.set_num_threads(2)` hangs there once this process has computed with two. Nothing else should be running
     in this process meanwhile. `"spawn"` has no such limits, but imports torch and the program's main module again
     (which needs `if __name__ == "__main__":`), and `fn` and `args` must be importable and picklable. `"auto"` forks if
-    torch is built for CPUs only. Otherwise it spawns what can be spawned and forks what cannot, if that is safe.
+    there is no accelerator. Otherwise it spawns what can be spawned and forks what cannot, if that is safe.
 
     Args:
         fn: Any function. What it prints is shown line by line, as `[rank 1] ...`.
@@ -146,7 +146,8 @@ def _check(fn: Any, nprocs: Any, timeout: Any, start_method: Any) -> None:
 def _plan(fn: Any, args: tuple[Any, ...], asked: StartMethod) -> tuple[str, Any]:
     """How to start, and what to hand over: pickled where it is spawned, so that ranks share no memory either way."""
     hindrance = _no_fork()
-    if asked == "fork" or (asked == "auto" and hindrance is None and torch.accelerator.current_accelerator() is None):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if asked == "fork" or (asked == "auto" and hindrance is None and accelerator is None):
         if hindrance is not None:
             raise ValueError(f"launch: cannot fork, as {hindrance}. Use start_method='spawn'")
         return "fork", (fn, args)
@@ -172,7 +173,7 @@ def _no_fork() -> str | None:
         return f"that is not safe on {sys.platform}"
     if dist.is_initialized():
         return "this process is in a process group"
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     # What an initialised runtime holds does not survive: "Cannot re-initialize CUDA in forked subprocess".
     if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
         return f"{accelerator.type} has been used in this process"
@@ -197,7 +198,8 @@ def _environment(rank: int, nprocs: int, port: int, env: Mapping[str, str] | Non
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), nprocs)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     run = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "launch"}
-    lo = {} if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    name = None if "GLOO_SOCKET_IFNAME" in os.environ else {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    lo = {} if name is None else {"GLOO_SOCKET_IFNAME": name}
     return {name: str(value) for name, value in {**own, **sizes, **meeting, **run, **lo, **(env or {})}.items()}
 
 

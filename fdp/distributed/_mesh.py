@@ -36,8 +36,8 @@ class Mesh(Spread):
         self.devices = devices
         self._processes, self._owns_group = processes, owns_group
         self._is_closed = False
-        self.rank = 0 if processes is None else processes.wire.rank
-        self.slots = (len(devices),) if processes is None else processes.slots
+        self.rank: int = 0 if processes is None else processes.wire.rank
+        self.slots: tuple[int, ...] = (len(devices),) if processes is None else processes.slots
 
     @property
     def processes(self) -> Processes | None:

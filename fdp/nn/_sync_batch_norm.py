@@ -77,7 +77,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
         axis_name: str = "data",
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
+        options = {} if bias else {"bias": False}  # torch 2.11 has no such argument
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.axis_name = axis_name
 
     def forward(self, input: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from fdp import distributed as distributed
 from fdp import nn as nn
 from fdp._apply import dp_apply as dp_apply
 from fdp._apply import parallel_apply as parallel_apply
@@ -50,14 +49,15 @@ from fdp.nn._data_parallel import data_parallel as data_parallel
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fdp import distributed as distributed
     from fdp import testing as testing
 else:  # type checkers would let any name pass
 
     def __getattr__(name: str) -> object:
-        """`fdp.testing` is imported when it is first asked for: training does without, and starts sooner."""
-        if name == "testing":
-            return importlib.import_module("fdp.testing")
+        """These are imported when they are first asked for: most programs do without, and start sooner."""
+        if name in ("distributed", "testing"):
+            return importlib.import_module(f"fdp.{name}")
         raise AttributeError(f"module 'fdp' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), "testing"})
+        return sorted({*globals(), "distributed", "testing"})

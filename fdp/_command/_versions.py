@@ -11,8 +11,8 @@ import torch
 from fdp._command._results import Result, Status
 
 # pyproject.toml and .ci/constraints.txt say the same: tests/test_command.py compares.
-OLDEST = {"python": (3, 11), "torch": (2, 13), "optree": (0, 14)}
-TESTED = (2, 13)  # the newest torch that the tests have run with
+OLDEST = {"python": (3, 11), "torch": (2, 11), "optree": (0, 14)}
+TESTED = (2, 15)  # the newest torch that the tests have run with
 
 
 def check_versions(fdp: str) -> Result:
@@ -32,7 +32,7 @@ def judge(found: Mapping[str, str]) -> tuple[Status, str | None]:
     >>> judge({"torch": "2.13.1+cpu"})
     ('ok', None)
     >>> judge({"torch": "2.4.0"})
-    ('failed', 'fdp needs torch 2.13 or newer: upgrade it')
+    ('failed', 'fdp needs torch 2.11 or newer: upgrade it')
     """
     for name, oldest in OLDEST.items():
         if name in found and (version := _numbers(found[name])) is not None and version < oldest:

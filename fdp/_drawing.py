@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
+_BESIDE = 56  # columns of an 80-column terminal that what is not folded may take
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
@@ -61,18 +62,30 @@ def as_html(drawn: Any) -> str:
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[str] = ()) -> Any:
     """A table; the columns called `numbers` are aligned on the right."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    whole = _whole(head, cells)
     for name in head:
-        words = name in ("leaf", "tensor")  # these are folded where there is no room; nothing is cut
-        drawn.add_column(name, justify="right" if name in numbers else "left", no_wrap=not words, overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return drawn
+        justify = "right" if name in numbers else "left"
+        drawn.add_column(name, justify=justify, no_wrap=name in whole, overflow="fold")
+    for row in cells:
+        drawn.add_row(*row)
+    return Group(Text(title, style="bold"), drawn)  # a title of the table itself would be folded to its width
+
+
+def _whole(head: Sequence[str], cells: Sequence[Sequence[Any]]) -> set[str]:
+    """The columns that are not folded: they fit in a terminal beside the others. Whatever is folded is not cut."""
+    widths = {name: max([len(name), *(row[i].cell_len for row in cells)]) for i, name in enumerate(head)}
+    total, whole = 0, set[str]()
+    for name in sorted(widths.keys() - {"leaf", "tensor"}, key=lambda name: widths[name]):
+        total += widths[name] + 3
+        if total <= _BESIDE:
+            whole.add(name)
+    return whole
 
 
 def bar(
@@ -96,6 +109,11 @@ def colors(devices: Iterable[torch.device]) -> Callable[[torch.device], str]:
     """A color for each device, the same wherever it is shown."""
     known = {device: _COLORS[i % len(_COLORS)] for i, device in enumerate(dict.fromkeys(devices))}
     return lambda device: known.get(device, "white")
+
+
+def count_text(count: int, one: str, many: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{count} {one if count == 1 else many}"
 
 
 def size_text(nbytes: float) -> str:

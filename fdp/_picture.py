@@ -8,8 +8,10 @@ import torch
 
 from fdp._drawing import Drawn, bar, colors, dtype_text, runs_text, size_text, table
 from fdp._transfers import nbytes_of
-from fdp._tree import Flat, flatten
+from fdp._tree import Flat, flatten, tensors_in
 from fdp._typing import AUTO, Tree
+
+_WIDEST = 36  # a bar that is wider than this is written as numbers
 
 
 class Row(NamedTuple):
@@ -46,21 +48,25 @@ def _cells(row: Row, color_of: Callable[[torch.device], str]) -> list[Any]:
     from rich.text import Text
 
     tensors = [value for value in row.values if isinstance(value, torch.Tensor)]
+    path = row.path or "(all)"
     if len(tensors) < len(row.values) and row.sizes is None:
-        return [row.path, type(row.values[0]).__name__, row.split, ""]
+        return [path, type(row.values[0]).__name__, row.split, ""]
     if row.sizes is not None:
         where = bar([(i, n, d) for i, (n, d) in enumerate(zip(row.sizes, row.devices, strict=True))], color_of)
+        if where.cell_len > _WIDEST:
+            where = Text(f"rows {runs_text(row.sizes)} along")
         where.append(f" {row.split}")
     else:
         where = Text(row.split + " on " * bool(row.split))
         for i, device in enumerate(dict.fromkeys(row.devices)):
             count = row.devices.count(device)
             where.append(", " * (i > 0)).append(f"{device}" + f" x {count}" * (count > 1), style=color_of(device))
-    if not tensors:
-        return [row.path, type(row.values[0]).__name__, where, ""]
+    if not tensors:  # lists, split by their items
+        within = sum(map(nbytes_of, tensors_in(row.values)))
+        return [path, type(row.values[0]).__name__, where, size_text(within) if within else ""]
     sizes = [nbytes_of(tensor) for tensor in tensors]
     nbytes = runs_text(map(size_text, sizes)) if row.sizes is None else size_text(sum(sizes))
-    return [row.path or "(all)", f"{dtype_text(tensors[0].dtype)}{shape_of(row, tensors)}", where, nbytes]
+    return [path, f"{dtype_text(tensors[0].dtype)}{shape_of(row, tensors)}", where, nbytes]
 
 
 def shape_of(row: Row, tensors: Sequence[torch.Tensor]) -> str:

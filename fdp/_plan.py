@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fdp._drawing import Drawn, colors, dtype_text, runs_text, size_text, table
+from fdp._drawing import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
 from fdp._transfers import Collective, Transfer
 
 
@@ -89,7 +89,7 @@ class Plan(Drawn):
         of = (
             "nothing to split: one slot"
             if self.sizes is None
-            else f"{sum(self.sizes)} rows on {len(self.devices)} slots"
+            else f"{count_text(sum(self.sizes), 'row', 'rows')} on {count_text(len(self.devices), 'slot', 'slots')}"
         )
         head = ["slot", "device", "from:to", "rows", "bytes"]
         return table(f"Plan: {of}", head, rows, ["slot", "from:to", "rows", "bytes"])

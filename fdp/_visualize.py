@@ -1,5 +1,6 @@
 """Where the leaves of a tree live, to look at."""
 
+from fdp._drawing import count_text
 from fdp._picture import Picture, Row, rows_of_tree
 from fdp._slots import Slots
 from fdp._tree import flatten
@@ -37,4 +38,4 @@ def visualize(tree: Tree) -> Picture:
     for i, row in enumerate(rows_of_tree(flat)):
         leaf = flat.leaves[i]
         rows += leaf.picture(flat.path(i)).rows if isinstance(leaf, Slots) else [row]
-    return Picture(f"{type(tree).__name__} of {len(rows)} leaves", tuple(rows))
+    return Picture(f"{type(tree).__name__} of {count_text(len(rows), 'leaf', 'leaves')}", tuple(rows))

@@ -1,8 +1,10 @@
 """The next batches, loaded and moved while this one computes."""
 
+import atexit
 import contextvars
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -11,7 +13,7 @@ import torch
 from fdp._devices import as_devices
 from fdp._dims import check_weights
 from fdp._scatter import scatter
-from fdp._slots import Sharded
+from fdp._slots import Sharded, Slots
 from fdp._state import ThreadState
 from fdp._tree import map_tensors, tensors_in
 from fdp._typing import Devices, Dims, Tree
@@ -60,8 +62,9 @@ def prefetch(
         weights = check_weights(weights, len(slots), "prefetch")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"prefetch: size must be a positive number of batches, got {size!r}")
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"prefetch: expected batches to iterate over, got {type(batches).__name__}")
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | Slots | str):
+        one = "; [batch] is a list of one batch" if isinstance(batches, Mapping | Slots) else ""
+        raise TypeError(f"prefetch: expected batches to iterate over, got {type(batches).__name__}{one}")
 
     def split(batch: Tree) -> Sharded:
         return scatter(batch, devices, in_dims, weights=weights, keep_empty=keep_empty)
@@ -124,9 +127,11 @@ class _Thread:
         self._room = threading.Semaphore(size)
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._is_over = False
+        self._patience: float | None = None
         context = contextvars.copy_context()
-        # A daemon: a generator that nobody closes must not keep the interpreter from ending.
+        # A daemon: a generator that nobody closes must not keep the interpreter from ending. See `_stop_all`.
         self._thread = threading.Thread(target=context.run, args=(self._work,), name="fdp-prefetch", daemon=True)
+        _RUNNING.add(self)
         self._thread.start()
 
     def take(self) -> Any:
@@ -144,7 +149,12 @@ class _Thread:
         """End the thread, after the batch that it is loading."""
         self._is_over = True
         self._room.release()
-        self._thread.join()
+        self._thread.join(self._patience)
+
+    def stop_soon(self) -> None:
+        """End the thread, or give up if its batch takes longer than some seconds."""
+        self._patience = 5
+        self.stop()
 
     def _work(self) -> None:
         try:
@@ -159,3 +169,13 @@ class _Thread:
                     del found
         except BaseException as error:
             self._ready.put((None, error))
+
+
+_RUNNING = weakref.WeakSet[_Thread]()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is inside torch when the interpreter ends would abort the process."""
+    for thread in list(_RUNNING):
+        thread.stop_soon()

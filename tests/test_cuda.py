@@ -75,3 +75,51 @@ def test_an_inner_compiled_function(executor: Any):
     for _ in range(3):
         out = fdp.dp_apply(compiled, w, x, ["cuda:0"] * 2, executor=executor)
         torch.testing.assert_close(out.cpu(), (x @ w.cpu()).sin(), rtol=1e-3, atol=1e-3)
+
+
+def batches(count: int) -> list[Any]:
+    return [(torch.full((1 << 16, 5), float(i)), {"y": torch.full((1 << 16,), i)}) for i in range(count)]
+
+
+@each_devices
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_prefetch_is_scatter(size: int, devices: Any):
+    slots = fdp.available_devices() if devices is None else devices
+    got = list(fdp.prefetch(batches(6), slots, size=size))
+    for sharded, batch in zip(got, batches(6), strict=True):
+        want = fdp.scatter(batch, slots)
+        assert (sharded.devices, sharded.sizes) == (want.devices, want.sizes)
+        for shard, other in zip(sharded.shards, want.shards, strict=True):
+            assert_close_tree(shard, other)
+
+
+def test_prefetched_batches_are_not_overwritten_while_they_are_in_use():
+    """The next batches are copied on another stream into memory that this one may still be read from."""
+    total = torch.zeros((), device="cuda:0")
+    work = torch.randn(2048, 2048, device="cuda:0")
+    for sharded in fdp.prefetch(batches(30), ["cuda:0"] * 2, size=1):
+        for _ in range(5):
+            work = (work @ work).clamp(-1, 1)  # the additions below wait for this
+        for x, _ in sharded.shards:
+            total += x.mean() + 0 * work.sum()
+    assert total.item() == pytest.approx(2 * sum(range(30)), rel=1e-4)
+
+
+def test_prefetch_copies_from_pinned_memory_on_a_stream_of_its_own():
+    with torch.profiler.profile() as profile:
+        list(fdp.prefetch(batches(4), ["cuda:0"]))
+    names = [event.name for event in profile.events() or []]
+    assert any("Pinned -> Device" in name for name in names)
+    assert not any("Pageable -> Device" in name for name in names[1:])
+
+
+def test_explain_counts_what_is_copied_to_gpus():
+    fn, params = model()
+    x = torch.randn(9, 5, dtype=torch.float64)
+    for devices in SLOTS:
+        plan = fdp.explain(fn, params, x, devices)
+        with fdp.transfers() as log:
+            out = fdp.dp_apply(fn, params, x, devices)
+        assert list(plan.copies) == log
+        assert plan.outputs is not None
+        assert [leaf.shape for leaf in plan.outputs] == [tuple(out.shape)]

@@ -5,8 +5,9 @@ to 5 virtual devices with executor="threads". A fault is an exception in one sha
 in which callers use all cores and run their shards themselves, alternate with blocks in which workers are free to help.
 
 Targets: no wrong result; each fault arrives as it was raised, with a note that names its shard, and nothing else
-fails; after the warm-up, which is a tenth of the calls, no thread more, no tensor more, and at most 8 MiB more
-resident memory. Ends with exit code 1 if one is missed.
+fails; after the warm-up, which is a tenth of the calls, no thread more but those of slots that are alive at the same
+time, at most one a slot of each caller, no tensor more, and at most 8 MiB more resident memory. Ends with exit code 1
+if one is missed.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import fdp
 
 MEMORY_BOUND = 8 * 2**20  # bytes: over 9000 calls, what 0.9 kB a call would leave
 BLOCK, THINKING = 250, 0.06  # calls, and seconds that a caller rests before each in every other block
+MOST_SLOTS = 5  # of a call
 SAMPLES = 0.05  # seconds between looks at threads and memory
 
 
@@ -61,6 +63,7 @@ class State(NamedTuple):
     """What the process holds while no call runs."""
 
     threads: int
+    slots: int
     memory: int
     tensors: int
 
@@ -95,7 +98,7 @@ def main() -> None:
     faulthandler.cancel_dump_traceback_later()
     print(f"{outcomes.total()} calls from {options.threads} threads in {time.perf_counter() - start:.0f} s", end=", ")
     print(f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
-    sys.exit(verdict(outcomes, before, after, most_threads))
+    sys.exit(verdict(outcomes, before, after, most_threads, options.threads))
 
 
 def call(all_kinds: Sequence[Kind], number: int, faults: float) -> Outcome:
@@ -146,10 +149,11 @@ def watched(callers: Sequence[Future[None]]) -> int:
 def state() -> State:
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    return State(status("Threads"), status("VmRSS") * 1024, tensors)
+    slots = sum(thread.name == "fdp-slot" for thread in threading.enumerate())
+    return State(status("Threads"), slots, status("VmRSS") * 1024, tensors)
 
 
-def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int) -> int:
+def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int, callers: int) -> int:
     """Print what was found; 1 if a target is missed."""
     counts, problems = collections.Counter[str](), collections.Counter[str]()
     for outcome, count in outcomes.items():
@@ -161,14 +165,15 @@ def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int) 
     injected = sum(count for outcome, count in outcomes.items() if outcome.injected)
     reported = sum(count for outcome, count in outcomes.items() if outcome.verdict == "reported")
     wrong = sum(count for outcome, count in outcomes.items() if outcome.verdict == "a wrong result")
-    grown, workers = after.memory - before.memory, sum("fdp" in thread.name for thread in threading.enumerate())
+    grown, most_slots = after.memory - before.memory, callers * MOST_SLOTS
+    slots = sum(thread.name == "fdp-slot" for thread in threading.enumerate())
+    others, others_before = most_threads - slots, before.threads - before.slots
     checks = {
         f"wrong results: {wrong}": wrong == 0,
         f"faults: {injected} injected, {reported} reported": injected == reported,
         f"other failures: {problems.total() - wrong}": problems.total() == wrong,
-        f"threads: {before.threads} after warm-up, at most {most_threads} since; {workers} workers": (
-            most_threads <= before.threads
-        ),
+        f"threads: {others_before} after warm-up, at most {others} since": others <= others_before,
+        f"threads of slots: {before.slots} after warm-up, {slots} at the end; bound {most_slots}": slots <= most_slots,
         f"tensors: {before.tensors} after warm-up, {after.tensors} at the end": after.tensors <= before.tensors,
         f"memory: {before.memory / 2**20:.1f} MiB after warm-up, {after.memory / 2**20:.1f} MiB at the end, "
         f"{grown / 2**20:+.1f} MiB; bound {MEMORY_BOUND // 2**20} MiB": grown <= MEMORY_BOUND,

@@ -19,12 +19,9 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as is_transformed
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fdp._buckets import buckets_of, like, summable
 from fdp._context import text_of
-from fdp._tensor import accumulator, bytes_of
-
-_LARGE = 2**19  # bytes from which a tensor is summed by itself
-_BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
-
+from fdp._tensor import bytes_of
 
 _FAILED, _AGAIN = 1, 2
 
@@ -196,11 +193,11 @@ class Wire:
 
     def begin_sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> Callable[[], list[Tensor]]:
         """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs."""
-        buckets = _buckets(tensors, ours or [False] * len(tensors))
+        buckets = buckets_of(tensors, ours or [False] * len(tensors))
         flats = []
         waits = []
         for indices, in_place in buckets:
-            flat = tensors[indices[0]] if in_place else torch.cat([_summable(tensors[i]).reshape(-1) for i in indices])
+            flat = tensors[indices[0]] if in_place else torch.cat([summable(tensors[i]).reshape(-1) for i in indices])
             flats.append(flat)
             waits.append(self._run(name, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True)))
 
@@ -214,7 +211,7 @@ class Wire:
                 sizes = [tensors[i].numel() * (2 if tensors[i].is_complex() else 1) for i in indices]
                 for i, part in zip(indices, flat.split_with_sizes(sizes), strict=True):
                     # `.data`: each has a version of its own, so that a write to one is none to the others.
-                    found[i] = _like(part.data if len(indices) > 1 else part, tensors[i])
+                    found[i] = like(part.data if len(indices) > 1 else part, tensors[i])
             return found
 
         return finish
@@ -268,42 +265,3 @@ class Wire:
 def first_sentence(error: BaseException) -> str:
     """What torch says, without its advice."""
     return (str(error).splitlines() or [""])[0].split(". This is")[0]
-
-
-def _buckets(tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[tuple[list[int], bool]]:
-    """Which tensors are summed as one: those of one dtype and device, up to a size. And which in their own memory.
-
-    It depends on their shapes and dtypes only, since it has to be the same in all processes.
-    """
-    found: list[tuple[list[int], bool]] = []
-    filled: dict[Any, tuple[list[int], int]] = {}
-    for i, x in enumerate(tensors):
-        key = _summed_as(x.dtype), x.device, x.is_complex()
-        if x.numel() * key[0].itemsize >= _LARGE:
-            in_place = ours[i] and x.dtype is key[0] and x.layout is torch.strided and x.is_contiguous()
-            found.append(([i], in_place))
-            continue
-        bucket, size = filled.get(key, ([], 0))
-        if not bucket or size > _BUCKET:
-            bucket, size = [], 0
-            found.append((bucket, False))
-        bucket.append(i)
-        filled[key] = bucket, size + x.numel() * key[0].itemsize
-    return found
-
-
-def _summed_as(dtype: torch.dtype) -> torch.dtype:
-    """Half precision has no room for sums, and not every backend knows every integer."""
-    if dtype.is_complex:
-        return dtype.to_real()
-    return accumulator(dtype) if dtype.is_floating_point else torch.int64
-
-
-def _summable(x: Tensor) -> Tensor:
-    x = x.detach().to_dense() if x.layout is not torch.strided else x.detach()
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(_summed_as(x.dtype))
-
-
-def _like(flat: Tensor, x: Tensor) -> Tensor:
-    found = torch.view_as_complex(flat.view(*x.shape, 2)) if x.is_complex() else flat.view(x.shape).to(x.dtype)
-    return found.to_sparse(x.sparse_dim()) if x.layout is torch.sparse_coo else found

@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, final
 
@@ -49,6 +50,7 @@ class Across:
             Place(where, repr(same), said), numbers
         )
         self._answer: _All | Exception | None = None
+        self._asking = threading.Lock()
         self._zeros: Callable[[], list[Tensor]] | None = None
         self._added: tuple[Sequence[Tensor], Sequence[bool]] | None = None
         self.has_met = False  # before the end
@@ -57,14 +59,15 @@ class Across:
 
     @property
     def _all(self) -> "_All":
+        if self._answer is None:
+            with self._asking:  # shards that run side by side may all come here
+                if self._answer is None:
+                    try:
+                        self._answer = self._begin()
+                    except Exception as error:  # the others are asked once
+                        self._answer = error
         if isinstance(self._answer, Exception):
             raise self._answer
-        if self._answer is None:
-            try:
-                self._answer = self._begin()
-            except Exception as error:  # the others are asked once
-                self._answer = error
-                raise
         return self._answer
 
     def _begin(self) -> "_All":

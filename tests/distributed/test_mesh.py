@@ -11,7 +11,7 @@ from torch import Tensor
 import fdp
 from tests.distributed.pool import Pool
 from tests.distributed.scales import Layout, Seat, even, same_at_all_scales
-from tests.helpers import assert_close_tree, assert_same_tree, numbers
+from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers
 
 LAYOUTS = [
     Layout((1, 1), (4, 3)),
@@ -134,6 +134,34 @@ def not_split(seat: Seat) -> Any:
 
 def test_nothing_to_split_runs_once(two: Pool):
     same_at_all_scales(two, NOTHING, not_split)
+
+
+def side_by_side(seat: Seat, executor: Any, microbatches: int, outside: bool) -> Any:
+    p = {name: tensor.requires_grad_(outside) for name, tensor in params().items()}
+    fn = fdp.thread_safe(lambda p, x, y: (loss(p, x, y), predict(p, x).sum()))
+    options: dict[str, Any] = {"executor": executor, "microbatches": microbatches, "has_aux": True, "aux_dims": "sum"}
+    x, y = seat.own(batch())
+    with many_cores():
+        step = fdp.value_and_grad(fn, **options, **seat.on)
+        found = [step(p, x, y) for _ in range(10)]
+        mapped = fdp.dp_apply(fn, p, (x, y), out_dims=("mean", "sum"), executor=executor, **seat.on)
+    for again in found[1:]:
+        assert_same_tree(again, found[0])
+    return {"whole": (found[0], mapped)}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("executor", ["auto", "threads"])
+@in_few
+def test_shards_side_by_side(two: Pool, layout: Layout, executor: str, microbatches: int, outside: bool):
+    """All of them ask at once how many rows the others have."""
+    found = same_at_all_scales(two, layout, side_by_side, executor, microbatches, outside)
+    x, y = batch()
+    rows = sum(layout.rows)
+    p = params()
+    grads, value = torch.func.grad_and_value(loss)(p, x[:rows], y[:rows])
+    assert_close_tree(found["whole"][0], ((value, predict(p, x[:rows]).sum()), grads))
 
 
 @pytest.mark.parametrize("rows", [7, 1, 0])

@@ -12,10 +12,10 @@ from fdp._apply import dp_apply
 from fdp._call import Arg, check_function, keyword_args, positional_args
 from fdp._context import current_slot, text_of
 from fdp._executors import check_options
-from fdp._fakes import EAGERLY, Fakes, NoGraphs, has_autograd
+from fdp._fakes import APART, Fakes, Guard, has_autograd
 from fdp._place import flatten_args, plan_args
 from fdp._plan import Plan
-from fdp._planned import of_arguments, of_outputs, sized
+from fdp._planned import of_arguments, of_outputs
 from fdp._processes import processes_of
 from fdp._slots import Slots
 from fdp._transfers import COLLECTIVES, Collective, Transfer, only
@@ -42,9 +42,10 @@ def explain(
     """Say what `dp_apply` with the same arguments would do: what is split, what is copied, what comes out.
 
     Nothing is computed and nothing moves: `fn` is called once a slot, with tensors that have a shape, a dtype and a
-    device, and no data (torch's fake tensors). So are those that it takes from elsewhere; what it does to other
-    objects, such as a list that it appends to, is done. The devices need not exist, but where torch is built without
-    their type, some operations and gradients inside `fn` are a `problem`: use `virtual_devices` there.
+    device, and no data (torch's fake tensors). So are those that it takes from elsewhere; what it does to other objects
+    is done. A tensor that it leaves in a cache has no data, and whoever uses it later gets an error. The devices need
+    not exist, but where torch is built without their type, some operations and gradients inside `fn` are a `problem`:
+    use `virtual_devices` there.
 
     `explain(fn, ...).copies` is what `transfers()` counts in `dp_apply(fn, ...)`.
 
@@ -82,9 +83,10 @@ def explain(
     _check(fn, devices, params, inputs, kwargs)
     check_options(executor, seed, "explain")  # there are no random numbers to seed
     log: list[Transfer] = []
-    with EAGERLY, Fakes() as fakes, only(log):
+    with APART, Fakes() as fakes, only(log):
         flats = _flats(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
         slots, shares = plan_args(flats, devices, weights, "explain")
+        _check_layouts(flats, shares.devices)
         fakes.has_graph = has_autograd(slots)
         dry, problem, joined, collectives = _Dry(fn, log, fakes), None, None, list[Collective]()
         token = COLLECTIVES.set(collectives)
@@ -99,7 +101,7 @@ def explain(
             del log[dry.before :], collectives[:]
         finally:
             COLLECTIVES.reset(token)
-    copies = sized(log, flats)
+    copies = tuple(log)
     arguments = tuple(leaf for flat in flats for leaf in of_arguments(flat, shares, copies[: dry.before]))
     joins = copies[dry.after :]
     outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
@@ -108,7 +110,9 @@ def explain(
 
 def _problem(error: Exception, fakes: Fakes) -> str:
     """What keeps outputs from being known, and where in the user's code."""
-    known = "the function depends on values" if isinstance(error, fakes.unknown) else type(error).__name__
+    known = type(error).__name__
+    if isinstance(error, fakes.unknown):
+        known = "the function depends on values" if isinstance(error, fakes.values) else "torch knows no shapes here"
     text = text_of(error)
     if not fakes.has_graph and "is not linked with support for" in text:
         text += ", for all that the function does. Explain it on fdp.virtual_devices(n)"
@@ -120,6 +124,8 @@ def _problem(error: Exception, fakes: Fakes) -> str:
 
 def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
     check_function(fn, "explain")
+    if torch.compiler.is_compiling():
+        raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
     held = [leaf for tree in trees for leaf in flatten(tree, "tree", where="explain").leaves if isinstance(leaf, Slots)]
@@ -128,6 +134,20 @@ def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
             "explain: a mesh of several processes, which would have to talk. devices=mesh.devices, and shards that are "
             "not on the mesh, explain the part of this process"
         )
+
+
+def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:
+    """Nested tensors have no shape that could be planned with, and sparse ones none that could be copied."""
+    for flat in flats:
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+                raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
+            is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+            if is_sparse and any(device != leaf.device for device in devices):
+                raise ValueError(
+                    f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot "
+                    "be planned. Explain the call with it on the device of all slots"
+                )
 
 
 def _flats(params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims) -> list[Flat]:
@@ -158,7 +178,7 @@ class _Dry:
         if self.before is None:
             self.before = len(self._log)
         try:
-            with contextlib.nullcontext() if self._fakes.has_graph else NoGraphs():
+            with Guard(has_graph=self._fakes.has_graph):
                 result = self._fn(*args, **kwargs)
         except Exception:
             self.has_failed = True

@@ -1,16 +1,18 @@
 """Tensors without data, and running a user's function on them so that nothing real is read or written."""
 
 import dataclasses
+import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, final
 
 import torch
+from torch import nn
 from torch._C import _autograd as autograd
-from torch.overrides import TorchFunctionMode
 
 from fdp._slots import Slots
+from fdp._state import Carried
 from fdp._tree import map_tensors, tree_map
 from fdp._typing import Tree
 
@@ -30,26 +32,81 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 @final
-class Eagerly:
-    """Compiled functions run as they are written meanwhile: their kernels would read data that is not there."""
+class Apart:
+    """While something is explained, compiled functions run as they are written, and no module is converted.
+
+    The kernels of the ones would read data that is not there; the others would lose theirs.
+    """
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
 
     def __enter__(self) -> None:
-        with self._lock:  # the stance is one for all threads: the first sets it, the last puts it back
+        with self._lock:  # both are the same for all threads: the first sets them, the last puts them back
             if self._count == 0:
                 self._stance = torch.compiler.set_stance("force_eager")
+                self._apply, nn.Module._apply = nn.Module._apply, _apply_nowhere_else(nn.Module._apply)
             self._count += 1
 
     def __exit__(self, *exception: Any) -> None:
         with self._lock:
             self._count -= 1
             if self._count == 0:
+                nn.Module._apply = self._apply
                 self._stance.__exit__(*exception)
 
 
-EAGERLY = Eagerly()
+APART = Apart()
+
+
+def _apply_nowhere_else(original: Callable[..., Any]) -> Any:
+    """`nn.Module._apply`, which is what `.to()` and its like call, for all but functions that are explained."""
+
+    @functools.wraps(original)
+    def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _mode_class()):
+            raise RuntimeError(
+                f"the function converts a {type(module).__name__} (.to(), .double(), .cuda(), ...), which would lose "
+                "its data here. Convert it before the call, or pass its parameters: see fdp.functional"
+            )
+        return original(module, *args, **kwargs)
+
+    return apply
+
+
+@functools.cache
+def _mode_class() -> Any:
+    """The class of torch, which imports much, with what it must not do to tensors of the caller's."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Mode(FakeTensorMode):
+        is_over = False
+
+        def __init__(self, kept: dict[torch.Tensor, _Kept]) -> None:
+            # No fallback kernels: they compute with zeros, and what depends on values would come out wrong.
+            super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+            self._kept_tensors = kept
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if self.is_over:
+                raise RuntimeError(
+                    f"{func} of a tensor without data: fdp.explain has called a function with it, and something has "
+                    "kept it, such as a cache (functools.lru_cache, an attribute of a module, ...). Clear that, or "
+                    "make it anew"
+                )
+            # torch computes with real tensors, and writes to them, where an operation has no other arguments.
+            if func not in self.lift_fns:
+                args, kwargs = map_tensors(self._fake, (args, kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+        def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                return tensor  # has no data, or is for torch to refuse
+            if tensor not in self._kept_tensors:
+                self._kept_tensors[tensor] = _Kept.of(tensor, self.from_tensor(tensor.detach()))
+            return self._kept_tensors[tensor].fake
+
+    return Mode
 
 
 class _Kept(NamedTuple):
@@ -82,29 +139,13 @@ class Fakes:
     def __init__(self) -> None:
         from torch._subclasses import fake_tensor
 
-        kept = self._kept = dict[torch.Tensor, _Kept]()  # tensors are keys by identity
-
-        class Mode(fake_tensor.FakeTensorMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                def fake(tensor: torch.Tensor) -> torch.Tensor:
-                    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-                        return tensor  # has no data, or is for torch to refuse
-                    if tensor not in kept:
-                        kept[tensor] = _Kept.of(tensor, self.from_tensor(tensor.detach()))
-                    return kept[tensor].fake
-
-                # torch computes with real tensors, and writes to them, where an operation has no other arguments.
-                if func not in self.lift_fns:
-                    args, kwargs = map_tensors(fake, (args, kwargs or {}))
-                return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-        # No fallback kernels: they compute with zeros, and what depends on values would come out wrong.
-        self._mode = Mode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self._kept: dict[torch.Tensor, _Kept] = {}  # tensors are keys by identity
+        self._mode = _mode_class()(self._kept)
         self._memo: dict[torch.Tensor, torch.Tensor] = {}
         self.has_graph = True
+        self.values = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
         self.unknown = (
-            fake_tensor.DataDependentOutputException,
-            fake_tensor.DynamicOutputShapeException,
+            *self.values,
             fake_tensor.UnsupportedFakeTensorException,
             fake_tensor.UnsupportedOperatorException,
         )
@@ -117,6 +158,8 @@ class Fakes:
     def __exit__(self, *exception: Any) -> None:
         self._mode.__exit__(*exception)
         _LOGGER.removeFilter(_nothing)
+        self._mode.is_over = True
+        torch.clear_autocast_cache()  # casts of the caller's parameters are among it, without data
         for kept in self._kept.values():
             kept.restore()
 
@@ -135,7 +178,7 @@ class Fakes:
 
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         needs_grad = tensor.requires_grad and self.has_graph
-        if tensor.layout is torch.strided and not tensor.is_nested:
+        if tensor.layout is torch.strided:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         else:
             fake = self._mode.from_tensor(tensor.detach())
@@ -144,13 +187,26 @@ class Fakes:
         return fake.requires_grad_(needs_grad)
 
 
-class NoGraphs(TorchFunctionMode):
-    """For devices that torch knows nothing of here: a graph with tensors on them would end the process."""
+@final
+class Guard(Carried):
+    """Around the function: refuses what would end the process, or take the data of the caller's tensors away."""
+
+    def __init__(self, *, has_graph: bool) -> None:
+        super().__init__()
+        self._has_graph = has_graph
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled and args[0]:
+        if not self._has_graph and func is torch._C._set_grad_enabled and args[0]:
             raise RuntimeError(
                 "the function asks for gradients, which cannot be explained on devices that are not here. Explain it "
                 "on fdp.virtual_devices(n)"
             )
+        if func == _SET_DATA and type(args[0]).__name__ != "FakeTensor":
+            raise RuntimeError(
+                "the function sets the .data of a tensor that it takes from elsewhere, as the first call of a lazy "
+                "module does. That would take its data away: call it once before"
+            )
         return func(*args, **(kwargs or {}))
+
+
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__

@@ -13,17 +13,6 @@ from fdp._tree import Flat, flatten, leaves_up_to, tensors_in
 from fdp._typing import Dims, Tree
 
 
-def sized(log: Sequence[Transfer], flats: Sequence[Flat]) -> tuple[Transfer, ...]:
-    """The copies, with the bytes of sparse arguments, which a tensor without data does not have."""
-    real = {
-        flat.path(i): nbytes_of(leaf)
-        for flat in flats
-        for i, leaf in enumerate(flat.leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-    }
-    return tuple(copy._replace(nbytes=real.get(copy.path, copy.nbytes)) for copy in log)
-
-
 def of_arguments(flat: Flat, shares: Shares, copies: Sequence[Transfer]) -> Iterator[PlannedLeaf]:
     for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
         path = flat.path(i)

@@ -9,7 +9,7 @@ import torch
 from torch._C import _autograd as autograd
 from torch._C._autograd import _profiler_enabled
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,6 +28,10 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CARRIED = (functorch.TransformType.Vmap, functorch.TransformType.Grad)
 
 
+class Carried(TorchFunctionMode):
+    """A mode of fdp's own, which several threads may have at once."""
+
+
 def is_carried() -> bool:
     """Whether all that the caller has set can be put in place in another thread.
 
@@ -35,7 +39,7 @@ def is_carried() -> bool:
     functionalization keep state outside of the stack of transforms. A profiler would see one thread.
     """
     return (
-        all(isinstance(mode, DeviceContext) for mode in _function_modes())
+        all(isinstance(mode, DeviceContext | Carried) for mode in _function_modes())
         and torch._C._len_torch_dispatch_stack() == 0
         and autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._get_tracing_state() is None
@@ -49,7 +53,7 @@ def why_not_together() -> str | None:
 
     They take turns where that matters, so that forward mode and profilers are no obstacle.
     """
-    if any(not isinstance(mode, DeviceContext) for mode in _function_modes()):
+    if any(not isinstance(mode, DeviceContext | Carried) for mode in _function_modes()):
         return "a mode for torch functions that is active here"
     if torch._C._len_torch_dispatch_stack() > (_fake_mode() is not None):
         return "a dispatch mode that is active here"

@@ -1,5 +1,6 @@
 """`explain`: what it says is what `dp_apply` does, and nothing is left of it (copies: tests/accelerator)."""
 
+import io
 import logging
 import random
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -586,3 +588,77 @@ def test_html():
         assert "<html" not in html
         assert "\x1b" not in html
     assert "output_projection.weight&#x27;]" in long_plan()._repr_html_()
+
+
+# ---- what is left behind
+
+
+def test_casts_made_meanwhile_are_forgotten():
+    net, x = nn.Linear(3, 2), numbers(6, 3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fdp.explain(lambda _, x: net(x), None, x, fdp.virtual_devices(2)).problem is None
+        out = net(x)
+    assert type(out) is Tensor
+    out.float().sum().backward()
+    assert net.weight.grad is not None
+    assert type(net.weight.grad) is Tensor
+
+
+def test_a_tensor_that_a_cache_keeps_is_an_error_when_it_is_used():
+    cache: list[Tensor] = []
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        if not cache:
+            cache.append(torch.ones(3))
+        return x * w * cache[0]
+
+    w, x = numbers(3), numbers(6, 3)
+    assert fdp.explain(fn, w, x, fdp.virtual_devices(2)).problem is None
+    with pytest.raises(RuntimeError, match=r"without data: fdp.explain has called .* Clear that, or make it anew"):
+        fdp.dp_apply(fn, w, x, fdp.virtual_devices(2))
+    cache.clear()
+    assert_same_tree(fdp.dp_apply(fn, w, x, fdp.virtual_devices(2)), x * w)
+
+
+@pytest.mark.parametrize(
+    "convert", [nn.Module.double, nn.Module.half, lambda net: net.to("meta")], ids=["64", "16", "to"]
+)
+def test_a_module_that_the_function_converts_keeps_its_data(convert: Any):
+    net = nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 2))
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    plan = fdp.explain(lambda _, x: convert(net)[0](x), None, numbers(6, 3).float(), fdp.virtual_devices(2))
+    assert plan.problem is not None
+    assert "converts a" in plan.problem
+    assert_same_tree(dict(net.state_dict()), before)
+    net.double()  # as ever outside
+
+
+def test_a_lazy_module_stays_lazy():
+    net = nn.LazyLinear(2)
+    plan = fdp.explain(lambda _, x: net(x), None, numbers(6, 3).float(), fdp.virtual_devices(2))
+    assert plan.problem is not None
+    assert "call it once before" in plan.problem
+    assert net(numbers(6, 3).float()).shape == (6, 2)
+
+
+def test_sparse_tensors_are_planned_where_they_are():
+    w = torch.eye(3).to_sparse()
+    plan = fdp.explain(lambda w, x: x * 2, w, numbers(6, 3), fdp.virtual_devices(2))
+    assert plan.arguments[0].nbytes == (3 * 8 * 2 + 3 * 4,) * 2
+    with pytest.raises(ValueError, match="params is a sparse tensor on cpu, whose copies to others cannot be planned"):
+        fdp.explain(lambda w, x: x * 2, w, numbers(6, 3), ["cuda:0", "cuda:1"])
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="params is a nested tensor, which cannot be planned with"):
+        fdp.explain(lambda w, x: x, nested, numbers(6, 3), fdp.virtual_devices(2))
+
+
+@pytest.mark.parametrize("width", [20, 40, 59])
+def test_narrow_terminals_lose_nothing(width: int):
+    plan = fdp.explain(lambda w, x: x @ w, numbers(3, 2), numbers(7, 3), fdp.virtual_devices(2))
+    file = io.StringIO()
+    Console(file=file, width=width).print(plan)
+    shown = "".join(file.getvalue().split())
+    assert shown == "".join(str(plan).split())

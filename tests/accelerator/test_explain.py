@@ -125,4 +125,3 @@ def test_a_function_that_mixes_devices_is_told_before_it_runs():
     assert plan.problem is not None
     assert "virtual:1" in plan.problem
     assert "virtual:0" in plan.problem
-

@@ -5,29 +5,47 @@ import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, final
 
 import torch
 
+_NARROW = 60  # columns, below which tables lose some
 _WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
 _BESIDE = 56  # columns of an 80-column terminal that what is not folded may take
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+@final
+class Fitted:
+    """A drawing where there is room for it; in narrow terminals its text, folded, so that no column is lost."""
+
+    def __init__(self, drawn: Any) -> None:
+        self.drawn = drawn
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        yield self.drawn if options.max_width >= _NARROW else Text(as_text(self.drawn), overflow="fold")
 
 
 class Drawn(abc.ABC):
     """Something that rich draws."""
 
     @abc.abstractmethod
-    def __rich__(self) -> Any: ...
+    def drawing(self) -> Any:
+        """What rich can draw."""
+
+    def __rich__(self) -> Any:
+        return Fitted(self.drawing())
 
     def __str__(self) -> str:
-        return as_text(self.__rich__())
+        return as_text(self.drawing())
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return as_html(self.__rich__())
+        return as_html(self.drawing())
 
 
 def as_text(drawn: Any) -> str:

@@ -37,7 +37,7 @@ class Picture(Drawn):
     title: str
     rows: tuple[Row, ...]
 
-    def __rich__(self) -> Any:
+    def drawing(self) -> Any:
         color_of = colors(device for row in self.rows for device in row.devices)
         return table(
             self.title, ["leaf", "tensor", "where", "bytes"], [_cells(row, color_of) for row in self.rows], ["bytes"]

@@ -56,7 +56,7 @@ class Plan(Drawn):
     copies: tuple[Transfer, ...]
     problem: str | None = None
 
-    def __rich__(self) -> Any:
+    def drawing(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 

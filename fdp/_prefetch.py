@@ -2,6 +2,7 @@
 
 import atexit
 import contextvars
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ class _Thread:
         self._state = ThreadState.of_caller(batches.gpus)
         self._room = threading.Semaphore(size)
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._is_over = False
+        self._is_over, self._process = False, os.getpid()
         self._patience: float | None = None
         context = contextvars.copy_context()
         # A daemon: a generator that nobody closes must not keep the interpreter from ending. See `_stop_all`.
@@ -136,6 +137,8 @@ class _Thread:
 
     def take(self) -> Any:
         """The next batch, or what was raised in its place."""
+        if os.getpid() != self._process:
+            raise RuntimeError("prefetch: this generator is of another process, which has forked. Make one of your own")
         found, error = self._ready.get()
         self._room.release()
         if error is not None:
@@ -163,6 +166,8 @@ class _Thread:
                     torch.cuda.set_stream(torch.cuda.Stream(device))
                 while self._room.acquire() and not self._is_over:
                     found = self._batches.next()
+                    for device in self._batches.gpus:  # what a loader computes there is complete when it is handed on
+                        torch.cuda.current_stream(device).synchronize()
                     self._ready.put((found, None))
                     if found is _END:
                         return

@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -335,3 +337,20 @@ def test_a_batch_that_is_split_already():
     batch = fdp.scatter(torch.ones(3), SLOTS)
     with pytest.raises(TypeError, match="scatter: the tree is a Sharded already"):
         next(fdp.prefetch([batch], SLOTS))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_is_told():
+    batches = fdp.prefetch(iter(numbers(9, 2).split(3)), fdp.virtual_devices(2))
+    next(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            next(batches)
+        except RuntimeError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(batches)) == 2

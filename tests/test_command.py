@@ -433,6 +433,13 @@ def test_module_that_cannot_be_imported(module: str, capsys: pytest.CaptureFixtu
     assert "SystemExit: 0" in document["report"]
 
 
+def test_function_that_ends_the_program(module: str, capsys: pytest.CaptureFixture[str]):
+    text = "import sys, torch\ndef f(p, x): sys.exit(0)\ndef sample_inputs(): return None, torch.ones(3, 2)\n"
+    Path(f"{module}_ends.py").write_text(text)
+    assert command("check", f"{module}_ends:f") == 2
+    assert "SystemExit" in capsys.readouterr().err
+
+
 def test_options_are_those_of_the_assertion():
     from fdp._command import _samples
 

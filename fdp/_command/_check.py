@@ -56,7 +56,10 @@ def _run(options: argparse.Namespace) -> int:
         _print(options.function, "ok" if report is None else "failed", report, slots)
     elif report is None:
         tried = f"{', '.join(map(str, slots[:-1]))} and {slots[-1]}" if len(slots) > 1 else str(slots[0])
-        line(("ok", "green"), f"  {options.function} gives on {tried} slots what it gives on one device")
+        line(
+            ("ok", "green"),
+            f"  {options.function} gives on {tried} slot{'s' * (slots != [1])} what it gives on one device",
+        )
     else:
         line(("failed", "bold red"), f"  {options.function}")
         line(report)
@@ -86,7 +89,7 @@ def _report(fn: Any, samples: Samples, devices: Sequence[torch.device] | None, n
         assert_data_parallel(fn, params, inputs, **options)
         if devices is not None and len(set(devices)) > 1:
             return difference_across(fn, samples, devices)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, AssertionError) and str(error).startswith(f"{WHERE}: "):
             return str(error)
         # One that the function makes itself, or that says what is wrong with the call.

@@ -21,6 +21,8 @@ exit codes:
 
 def run(arguments: Sequence[str], version: str) -> int:
     """Run a command and return its exit code."""
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _run(arguments, version)
         sys.stdout.flush()
@@ -32,6 +34,9 @@ def run(arguments: Sequence[str], version: str) -> int:
         # The interpreter flushes at exit once more, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
+    except OSError as error:  # a full disk, behind the standard output or a file of bench
+        print(f"python -m fdp: {error}", file=sys.stderr)
+        return 2
 
 
 def parser(version: str) -> argparse.ArgumentParser:

@@ -78,6 +78,8 @@ def dp_apply(
         TypeError: A module instead of a function, or an object that is no tree.
         RuntimeError: `fn` wrote in place to an argument.
     """
+    if devices is None and type(inputs) is tuple and inputs and all(isinstance(x, torch.device) for x in inputs):
+        raise TypeError("dp_apply: the inputs are devices; the order is dp_apply(fn, params, inputs, devices)")
     held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
     with begins("dp_apply", devices, held):
         options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)

@@ -208,7 +208,10 @@ def _may_use_threads(mode: Mode, shards: int) -> bool:
 
 def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
     slot, first = failures[0]
-    notes = [str(slot)] + [f"also {other}: {type(error).__name__}: {text_of(error)}" for other, error in failures[1:]]
+    texts = [f"{type(error).__name__}: {text_of(error)}" for _, error in failures]
+    notes = [str(slot)]  # the first must be seen, also of many slots
+    for (other, _), text, before in zip(failures[1:], texts[1:], texts, strict=False):
+        notes.append(f"also {other}: {'the same' if text == before else text}")
     with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
         for note in notes:
             if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again

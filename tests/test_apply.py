@@ -615,7 +615,7 @@ def test_an_exception_that_is_raised_again_has_its_notes_once():
             fdp.dp_apply(failing(0, 2, error=error), W, torch.arange(3), SLOTS)
     assert error.__notes__ == [
         "in shard 0 of 3, rows 0:1, on cpu",
-        "also in shard 2 of 3, rows 2:3, on cpu: ValueError: bad",
+        "also in shard 2 of 3, rows 2:3, on cpu: the same",
     ]
 
 
@@ -805,3 +805,26 @@ def test_dict_outputs_of_dataclasses():
     x = numbers(5)
     out = fdp.dp_apply(lambda w, x: Output(logits=x), W, x, SLOTS)
     assert_same_tree(out, Output(logits=x))
+
+
+def test_equal_failures_of_many_slots_are_said_once():
+    def fn(_: Any, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("bad" if x[0] < 6 else "worse")
+
+    with pytest.raises(ValueError, match="bad") as caught:
+        fdp.dp_apply(fn, None, torch.arange(8), fdp.virtual_devices(8))
+    assert caught.value.__notes__ == [
+        "in shard 0 of 8, rows 0:1, on cpu",
+        "also in shard 1 of 8, rows 1:2, on cpu: the same",
+        "also in shard 2 of 8, rows 2:3, on cpu: the same",
+        "also in shard 3 of 8, rows 3:4, on cpu: the same",
+        "also in shard 4 of 8, rows 4:5, on cpu: the same",
+        "also in shard 5 of 8, rows 5:6, on cpu: the same",
+        "also in shard 6 of 8, rows 6:7, on cpu: ValueError: worse",
+        "also in shard 7 of 8, rows 7:8, on cpu: the same",
+    ]
+
+
+def test_devices_in_the_place_of_inputs():
+    with pytest.raises(TypeError, match=r"inputs are devices; the order is dp_apply\(fn, params, inputs, devices\)"):
+        fdp.dp_apply(lambda x: x, torch.ones(3), fdp.virtual_devices(2))

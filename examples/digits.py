@@ -26,7 +26,7 @@ try:
 
     import fdp
 except ImportError as error:
-    sys.exit(f'digits.py: {error}. To install what the demo needs: pip install "fdp[demo]"')
+    sys.exit(f'digits.py: {error}. To install what the demo needs: pip install ".[demo]"')
 except KeyboardInterrupt:  # these imports take a second or more
     print("digits.py: stopped", file=sys.stderr)
     sys.exit(130)

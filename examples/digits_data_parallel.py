@@ -17,7 +17,7 @@ try:
 
     from fdp import DataParallel  # was: from torch.nn import DataParallel
 except ImportError as error:
-    sys.exit(f'digits_data_parallel.py: {error}. To install what the example needs: pip install "fdp[demo]"')
+    sys.exit(f'digits_data_parallel.py: {error}. To install what the example needs: pip install ".[demo]"')
 
 TOLERANCE = 1e-9  # in float64; rounding alone stays a million times below
 

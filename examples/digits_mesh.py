@@ -24,7 +24,7 @@ try:
 
     import fdp
 except ImportError as error:
-    sys.exit(f'digits_mesh.py: {error}. To install what the example needs: pip install "fdp[demo]"')
+    sys.exit(f'digits_mesh.py: {error}. To install what the example needs: pip install ".[demo]"')
 
 
 def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> list[float]:

@@ -150,5 +150,5 @@ def test_the_check_leaves_files_alone(digits: ModuleType, tmp_path: Path):
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    with pytest.raises(SystemExit, match=r'rich.*pip install "fdp\[demo\]"'):
+    with pytest.raises(SystemExit, match=r'rich.*pip install "\.\[demo\]"'):
         load()

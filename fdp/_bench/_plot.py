@@ -1,5 +1,6 @@
 """The picture of the comparison with peers: a panel for each model, a bar for each contender."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ COLOURS = {
     COMPILED: "#004c78",
     MESH: "#56B4E9",
 }
+ACROSS = 3  # panels side by side, such that a page has room for them
 INK, MUTED = "#222222", "#5f5f5f"
 
 
@@ -27,14 +29,19 @@ def draw(found: dict[str, Any], out: Path) -> None:
 
     with pyplot.rc_context({"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "peers"}):
         models = found["models"]
-        width = 2.6 + 2.35 * len(models)
-        figure, axes = pyplot.subplots(1, len(models), figsize=(width, 4.1), squeeze=False, layout="constrained")
+        columns = min(len(models), ACROSS)
+        rows = -(-len(models) // columns)
+        size = 1.7 + 2.35 * columns, 0.6 + 3.3 * rows
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         names = [name for name in COLOURS if any(name in times for times in models.values())]
-        for axis, (model, times) in zip(axes[0], models.items(), strict=True):
-            _panel(axis, times, names)
+        for i, (axis, model) in enumerate(zip_longest(axes.flat, models)):
+            if model is None:
+                axis.set_axis_off()
+                continue
+            _panel(axis, models[model], names)
             axis.set_title(model, loc="left", color=INK, fontweight="bold", fontsize=11)
-        for axis in axes[0][1:]:
-            axis.set_yticklabels([])
+            if i % columns:
+                axis.set_yticklabels([])
         figure.suptitle("Forward and backward, milliseconds: shorter is faster", x=0.01, ha="left", color=INK)
         figure.supxlabel(_caption(found), x=0.01, ha="left", fontsize=8.5, color=MUTED)
         figure.savefig(out / "peers.svg", metadata={"Date": None})
@@ -71,7 +78,7 @@ def _caption(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
     with_jax = f", JAX {versions['jax']}" if versions["jax"] else ""
     return (
-        f"Medians of {found['rounds']} interleaved rounds; thin lines: quartiles; dashed line: one shard alone, "
-        f"which {found['slots']} slots of uncompiled torch cannot beat.\n"
+        f"Medians of {found['rounds']} interleaved rounds; thin lines: quartiles. Dashed line: one shard alone,\n"
+        f"which {found['slots']} slots of uncompiled torch cannot beat. "
         f"{machine['cores']} cores of {machine['processor']}, torch {versions['torch']}{with_jax}, {found['date'][:10]}"
     )

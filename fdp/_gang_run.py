@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fdp._context import IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, text_of
+from fdp._context import EXCLUSIVE, IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, text_of
 from fdp._gang import MEMBER, Gang, Settings
 from fdp._generators import KeptGenerators, OwnGenerators
 from fdp._seats import seats
@@ -128,7 +128,8 @@ class _Run:
         """A seed for slots that take turns, from the state of the caller's generator."""
         if self._settings.state.fake is not None:  # what has no values draws none
             return
-        with temporarily_clear_interpreter_stack():  # inside a transform the state has no memory to read
+        # Inside a transform the state has no memory to read.
+        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
             state = bytes_of(torch.default_generator.get_state())
         seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
         self._settings, self._has_taken = self._settings._replace(seed=seed), True

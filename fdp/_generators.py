@@ -1,4 +1,8 @@
-"""Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads."""
+"""Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads.
+
+States are taken under one lock. torch holds one of its own while `get_state` makes a tensor, which may collect garbage
+and so run Python in another thread: if that one asks for a state too, both wait for ever.
+"""
 
 from typing import final
 
@@ -55,8 +59,10 @@ class KeptGenerators(OwnGenerators):
 
     def resume(self) -> None:
         if self._own is not None:
-            for generator, state in zip(self._generators, self._own, strict=True):
-                generator.set_state(state)
+            with EXCLUSIVE.held():
+                for generator, state in zip(self._generators, self._own, strict=True):
+                    generator.set_state(state)
 
     def pause(self) -> None:
-        self._own = [generator.get_state() for generator in self._generators]
+        with EXCLUSIVE.held():
+            self._own = [generator.get_state() for generator in self._generators]

@@ -21,6 +21,8 @@ from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Normal, 
 from torch.utils.checkpoint import checkpoint
 
 import fdp
+from fdp._context import EXCLUSIVE
+from fdp._generators import KeptGenerators, OwnGenerators
 from tests.helpers import assert_close_tree, assert_same_tree, numbers, side_by_side
 
 Draw = Callable[[Tensor], Tensor]
@@ -254,3 +256,29 @@ def test_only_an_int_is_a_seed(name: str, seed: Any):
 def test_only_ints_are_folded_in(data: Any):
     with pytest.raises(TypeError, match="integer"):
         fdp.fold_in(0, data)
+
+
+def test_states_are_taken_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Two threads inside of torch's `get_state` can wait for each other for ever, if garbage is collected there."""
+    held: list[bool] = []
+
+    class Watched:
+        def get_state(self) -> torch.Tensor:
+            held.append(EXCLUSIVE.lock._is_owned())  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.zeros(1)
+
+        def set_state(self, state: torch.Tensor) -> None:
+            self.get_state()
+
+        def manual_seed(self, seed: int) -> "Watched":
+            self.get_state()
+            return self
+
+    monkeypatch.setattr("fdp._generators.generators_of", lambda device: [Watched()])
+    for kind in (lambda: OwnGenerators(0, torch.device("cpu")), lambda: KeptGenerators(torch.device("cpu"))):
+        generators = kind()
+        for _ in range(2):
+            generators.resume()
+            generators.pause()
+    assert len(held) >= 8
+    assert all(held)

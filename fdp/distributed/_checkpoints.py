@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from fdp._context import fold_in, text_of
+from fdp._context import EXCLUSIVE, fold_in, text_of
 from fdp._tensor import bytes_of
 from fdp._typing import Tree
 from fdp._wire import Place
@@ -170,7 +170,8 @@ def _from_first(wire: Any, data: bytes | None) -> bytes | None:
 
 
 def _generator_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.default_generator.get_state()}
+    with EXCLUSIVE.held():
+        states = {"cpu": torch.default_generator.get_state()}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:  # generators that nobody has used are not there yet
         found = getattr(torch.get_device_module(accelerator), "default_generators", ())

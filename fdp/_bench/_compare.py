@@ -78,22 +78,24 @@ def load(contenders: dict[str, Contender], model: str, skipped: dict[str, str]) 
             continue
         # Equal parts have the mean of the whole, unless each part is normalised by its own statistics.
         right = {report.PLAIN: whole, report.LIMIT: part}.get(name, parts)
-        for answer in contender.ask("check"):
-            check(f"{name}, {model}", answer, right, SPECS[model].tolerance)
+        for loss, sent in contender.ask("check"):
+            grads = {key: torch.frombuffer(bytearray(data), dtype=torch.float32) for key, (_, data) in sent.items()}
+            figures = loss, {key: grads[key].reshape(shape) for key, (shape, _) in sent.items()}
+            check(f"{name}, {model}", figures, right, SPECS[model].tolerance)
         ready.append(contender)
     if not SPECS[model].normalises:
         check(f"whole and parts, {model}", whole, parts, SPECS[model].tolerance)
     return ready
 
 
-def check(what: str, found: Any, right: Figures, tolerance: float) -> None:
+def check(what: str, found: Figures, right: Figures, tolerance: float) -> None:
     """Raise unless the loss, and each gradient relative to its largest entry, are within the tolerance."""
     (loss, grads), (right_loss, right_grads) = found, right
     wrong = [] if abs(loss - right_loss) < tolerance else [f"loss {loss}, not {right_loss}"]
     if sorted(grads) != sorted(right_grads):
         wrong.append(f"gradients of {sorted(grads)}")
     else:
-        errors = {key: float((right_grads[key] - torch.as_tensor(grads[key])).abs().max()) for key in grads}
+        errors = {key: float((right_grads[key] - grads[key]).abs().max()) for key in grads}
         wrong += [
             f"{key} off by {error:.1e}"
             for key, error in errors.items()

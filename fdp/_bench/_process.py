@@ -150,13 +150,17 @@ def serve(pipe: Connection, job: Job) -> None:
                 pipe.send(("done", answer))
             except Unavailable as error:
                 pipe.send(("unavailable", str(error)))
+            except ModuleNotFoundError as error:
+                pipe.send(("unavailable", f'{error.name} is not installed: pip install "fdp[bench]"'))
             except Exception:
                 pipe.send(("failed", traceback.format_exc()))
 
 
 def _figures(case: Case) -> Any:
+    from fdp._tensor import bytes_of  # as torch, only in the child
+
     loss, grads = case.read(case.step())
-    return loss, {name: grad.numpy() for name, grad in grads.items()}
+    return loss, {name: (tuple(grad.shape), bytes_of(grad.float().contiguous())) for name, grad in grads.items()}
 
 
 def _span(case: Case, repeats: int) -> tuple[float, float]:

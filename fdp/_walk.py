@@ -8,7 +8,6 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator
-from contextvars import Context, Token
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ _BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 
 OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
-# A traceback that an exception has kept, and contexts, lead to what runs at the moment, and so to any module.
-_ENDS = (type, types.ModuleType, types.CodeType, types.TracebackType, Context, Token, Tensor)
+# A traceback that an exception has kept leads to what runs at the moment, and so to any module.
+_ENDS = (type, types.ModuleType, types.CodeType, types.TracebackType, Tensor)
 _MOST_OBJECTS = 50_000
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -72,25 +73,29 @@ def launch(
     method, work = _plan(fn, args, start_method)
     with tempfile.TemporaryDirectory(prefix="fdp-launch-") as name, _store() as port, _calm():
         folder = Path(name)
-        context = _start(work, method, folder, [_environment(rank, nprocs, port, env) for rank in range(nprocs)])
+        variables = [_environment(rank, nprocs, port, env) for rank in range(nprocs)]
+        context = None
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            with _uninterrupted():  # or some would be started that nobody knows of
+                context = _start(work, method, folder, variables)
             result = _wait(context, folder, nprocs, timeout)
         finally:
-            context.close(timeout=5)
+            if context is not None:
+                with _uninterrupted():
+                    context.close(timeout=5)
         if result.is_failed():
             raise failure(folder, nprocs, result.failures)
         return [returned(folder, rank) for rank in range(nprocs)]
 
 
 def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]) -> "PContext":
-    """Start the processes. An interrupt waits meanwhile, or some would be started that nobody knows of."""
+    """Start all processes, or none."""
     # Here, because `import fdp` should not take the time: most programs never launch.
     from torch.distributed.elastic.multiprocessing import start_processes
 
     from fdp.distributed._labelled import Labelled
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    others = multiprocessing.active_children()
     try:
         return start_processes(
             "launch",
@@ -102,8 +107,31 @@ def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]
             method,
         )
     except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+                process.join()
         raise
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end, when whoever handles it is told."""
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if handler is not None:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    # Blocking alone is not enough: any other thread takes the signal, and Python raises in the main one all the same.
+    # It is for the processes that are started, which inherit it: an interrupt would be a traceback of each.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _wait(context: "PContext", folder: Path, nprocs: int, timeout: float | None) -> "RunProcsResult":

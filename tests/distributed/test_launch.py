@@ -131,6 +131,52 @@ def test_an_interrupt_ends_all():
     assert not children()
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_interrupt_while_ranks_are_started_ends_all(method):
+    """Another thread takes the signal, as any may that torch has started."""
+
+    def interrupt():
+        while not children():
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    timer = threading.Thread(target=interrupt)
+    timer.start()
+    before = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            launch(time.sleep, 6, 60, start_method=method)
+        assert not children()
+    finally:
+        timer.join()
+        for child in children():  # or they are waited for at the end
+            child.kill()
+    assert (signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+
+
+def test_ranks_that_cannot_all_be_started_are_ended():
+    def refuse():
+        while not children():
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGTERM)
+
+    def handler(number, frame):
+        raise OSError("no more")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    timer = threading.Thread(target=refuse)
+    timer.start()
+    try:
+        with pytest.raises(OSError, match="no more"):
+            launch(time.sleep, 6, 60, start_method="fork")
+        assert not children()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGTERM, before)
+        for child in children():
+            child.kill()
+
+
 def _is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:

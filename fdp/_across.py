@@ -49,7 +49,7 @@ class Across:
         self._begun: Callable[[], list[list[int]]] | None = self.everybody.begin(
             Place(where, repr(same), said), numbers
         )
-        self._answer: _All | Exception | None = None
+        self._answer: _All | BaseException | None = None
         self._asking = threading.Lock()
         self._zeros: Callable[[], list[Tensor]] | None = None
         self._added: tuple[Sequence[Tensor], Sequence[bool]] | None = None
@@ -64,9 +64,9 @@ class Across:
                 if self._answer is None:
                     try:
                         self._answer = self._begin()
-                    except Exception as error:  # the others are asked once
+                    except BaseException as error:  # the others are asked once; Ctrl-C ends the question
                         self._answer = error
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
@@ -169,7 +169,7 @@ class Across:
         """Meet at the end: first those that have shards, then all."""
         try:
             whole = self.is_whole
-        except Exception:
+        except BaseException:
             if error is None:
                 raise
             return  # nobody waits for this one

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 
+from fdp._underway import leave
 from fdp._wire import Wire
 
 
@@ -34,7 +35,7 @@ class Processes:
         self._is_closed = True
         for wire in self._wires.values():
             if wire is not None and wire is not self.wire and dist.is_initialized():
-                dist.destroy_process_group(wire.group)
+                leave(wire.group)
 
     def among(self, ranks: tuple[int, ...]) -> Wire | None:
         """A wire between some of the processes, made by all of them together; None if this one is not among them."""

@@ -9,7 +9,7 @@ import datetime
 import pickle
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, final
 
@@ -22,6 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fdp._buckets import buckets_of, like, summable
 from fdp._context import text_of
 from fdp._tensor import bytes_of
+from fdp._underway import Operation
 
 _FAILED, _AGAIN = 1, 2
 
@@ -96,6 +97,8 @@ class Wire:
         self._width, self._timeout = width, timeout
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
+        self._is_gloo = "gloo" in kinds
+        self._missed: str | None = None
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Wire | None":
         """A wire between some of these processes, all of which make it together; None if this is none of them."""
@@ -124,10 +127,10 @@ class Wire:
         assert len(numbers) <= self._width  # all headers have one size, or nobody could compare them
         header = torch.tensor(own + [0] * (self._width + 3 - len(own)), dtype=torch.int64, device=self._control)
         table = [torch.empty_like(header) for _ in self.ranks]
-        work = self._run(place.name, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
+        wait = self._start(place.name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
 
         def finish() -> list[list[int]]:
-            self._run(place.name, work.wait)
+            wait()
             rows = [row.tolist() for row in table]
             digests = {row[1] for row in rows if row[1]}
             statuses = {row[2] for row in rows}
@@ -170,22 +173,27 @@ class Wire:
             own = b"\1" + pickle.dumps(value)
         except Exception as error:  # the others are told, or they would wait
             own = b"\0" + f"{type(error).__name__}: {text_of(error)}".encode(errors="backslashreplace")
-        found = self._run(name, lambda: self._all_bytes(own))
+        with _untransformed():
+            found = self._all_bytes(own, name)
         for rank, data in zip(self.ranks, found, strict=True):
             if not data[0]:
                 problem = data[1:].decode()
                 raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {problem}")
         return [pickle.loads(data[1:]) for data in found]
 
-    def _all_bytes(self, own: bytes) -> list[bytes]:
+    def _all_bytes(self, own: bytes, name: str) -> list[bytes]:
         """The bytes of every process, not none; `dist.all_gather_object` would need numpy."""
-        sizes = [torch.empty(1, dtype=torch.int64, device=self._control) for _ in self.ranks]
-        dist.all_gather(sizes, torch.tensor([len(own)], device=self._control), group=self.group)
+        sizes = self._gathered(torch.tensor([len(own)], device=self._control), name)
         room = max(int(size) for size in sizes)
         sent = torch.frombuffer(bytearray(own.ljust(room)), dtype=torch.uint8).to(self._control)
-        arrived = [torch.empty_like(sent) for _ in self.ranks]
-        dist.all_gather(arrived, sent, group=self.group)
+        arrived = self._gathered(sent, name)
         return [bytes_of(x.cpu())[: int(size)] for x, size in zip(arrived, sizes, strict=True)]
+
+    def _gathered(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """Tensors of one shape and dtype."""
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        self._start(name, tensor, lambda: dist.all_gather(found, tensor, group=self.group, async_op=True))()
+        return found
 
     def sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> list[Tensor]:
         """`begin_sums`, and what comes of it."""
@@ -199,12 +207,14 @@ class Wire:
         for indices, in_place in buckets:
             flat = tensors[indices[0]] if in_place else torch.cat([summable(tensors[i]).reshape(-1) for i in indices])
             flats.append(flat)
-            waits.append(self._run(name, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True)))
+            waits.append(
+                self._start(name, flat, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True))
+            )
 
         def finish() -> list[Tensor]:
             found: list[Any] = [None] * len(tensors)
-            for work, flat, (indices, in_place) in zip(waits, flats, buckets, strict=True):
-                self._run(name, work.wait)
+            for wait, flat, (indices, in_place) in zip(waits, flats, buckets, strict=True):
+                wait()
                 if in_place:
                     found[indices[0]] = flat
                     continue
@@ -218,17 +228,14 @@ class Wire:
 
     def all(self, tensor: Tensor, name: str) -> list[Tensor]:
         """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
-        shapes = [torch.empty(tensor.ndim, dtype=torch.int64, device=self._control) for _ in self.ranks]
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device=self._control)
-        if tensor.ndim:
-            self._run(name, lambda: dist.all_gather(shapes, shape, group=self.group))
+        shapes = self._gathered(shape, name) if tensor.ndim else [shape] * len(self.ranks)
         sizes = [torch.Size(x.tolist()) for x in shapes]
         room = max(size.numel() for size in sizes) * tensor.element_size()
         sent = torch.zeros(room, dtype=torch.uint8, device=tensor.device)
         own = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         sent[: own.numel()] = own
-        arrived = [torch.empty_like(sent) for _ in self.ranks]
-        self._run(name, lambda: dist.all_gather(arrived, sent, group=self.group))
+        arrived = self._gathered(sent, name)
         return [
             x[: size.numel() * tensor.element_size()].view(tensor.dtype).reshape(size)
             for x, size in zip(arrived, sizes, strict=True)
@@ -237,7 +244,8 @@ class Wire:
     def share(self, tensor: Tensor, position: int, name: str) -> None:
         """Overwrite the tensor, which is contiguous, by that of one of the processes."""
         data = tensor.view(-1).view(torch.uint8)
-        self._run(name, lambda: dist.broadcast(data, self._global(position), group=self.group))
+        source = self._global(position)
+        self._start(name, data, lambda: dist.broadcast(data, source, group=self.group, async_op=True))()
 
     def share_bytes(self, data: bytes, position: int, name: str) -> bytes:
         """The bytes of one of the processes; those of the others are as many, not none."""
@@ -248,18 +256,38 @@ class Wire:
     def _global(self, position: int) -> int:
         return position if self.group is None else dist.get_global_rank(self.group, position)
 
-    def _run(self, name: str, operation: Callable[[], Any]) -> Any:
+    def _start(self, name: str, tensor: Tensor, operation: Callable[[], Any]) -> Callable[[], None]:
+        """Begin an operation on a tensor; what is returned waits for it."""
+        with self._explained(name):
+            if tensor.device.type != "cpu" or not self._is_gloo:
+                work = operation()
+                return lambda: self._wait(name, work.wait)
+            own = Operation(operation, self.group, self.ranks, self.rank)
+        return lambda: self._wait(name, lambda: own.wait(self._timeout), own)
+
+    def _wait(self, name: str, wait: Callable[[], Any], operation: Operation | None = None) -> None:
+        with self._explained(name, operation):
+            wait()
+
+    @contextlib.contextmanager
+    def _explained(self, name: str, operation: Operation | None = None) -> Iterator[None]:
         try:
-            # What is said has nothing to do with what is being transformed here.
-            with temporarily_clear_interpreter_stack() if is_transformed() else contextlib.nullcontext():
-                return operation()
+            with _untransformed():
+                yield
         except (RuntimeError, ValueError) as error:
+            if self._missed is None:
+                self._missed = "" if operation is None else operation.who(self._timeout)
             others = ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
             raise Elsewhere(
-                f"{name}: process {self.rank} could not reach all of the others ({others}). One has ended, or did not "
-                f"come within the {self._timeout.total_seconds():g} seconds of fdp.distributed.init(timeout=...). "
-                f"torch.distributed says: {first_sentence(error)}"
+                f"{name}: process {self.rank} could not reach all of the others ({others}){self._missed}. One has "
+                f"ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
+                f"fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
             ) from error
+
+
+def _untransformed() -> contextlib.AbstractContextManager[object]:
+    """What is said has nothing to do with what is being transformed here."""
+    return temporarily_clear_interpreter_stack() if is_transformed() else contextlib.nullcontext()
 
 
 def first_sentence(error: BaseException) -> str:

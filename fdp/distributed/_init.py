@@ -1,8 +1,10 @@
 """From the environment of a launcher to a mesh."""
 
+import atexit
 import datetime
 import os
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from fdp._devices import as_devices, available_devices
 from fdp._dims import balanced
 from fdp._processes import Processes
 from fdp._typing import Devices
+from fdp._underway import leave_at_exit
 from fdp._wire import Wire, first_sentence
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
@@ -34,7 +37,7 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
         timeout: Seconds that a process waits for the others before it raises an error.
 
     Returns:
-        The mesh. `with init() as mesh:` closes it at the end.
+        The mesh. `with init() as mesh:` closes it at the end of the block, the end of the program at the latest.
 
     Raises:
         ValueError: An incomplete environment, fewer accelerators than processes, an unknown backend.
@@ -97,6 +100,7 @@ def _join(backend: str | None, device: torch.device, limit: datetime.timedelta) 
     try:
         store, number, count = meeting_place(limit)
         dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=limit)
+        atexit.register(leave_at_exit, weakref.ref(dist.group.WORLD), os.getpid())
     except (RuntimeError, OSError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]

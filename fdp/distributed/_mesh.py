@@ -13,6 +13,7 @@ from fdp._processes import Processes, Spread
 from fdp._tensor import split
 from fdp._tree import unflatten
 from fdp._typing import Dims, Tree
+from fdp._underway import leave
 
 
 @final
@@ -104,7 +105,7 @@ class Mesh(Spread):
         if self._processes is not None:
             self._processes.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            leave()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,113 @@
+"""Operations of torch.distributed that are underway: waiting for them, who is late, and leaving them behind."""
+
+import contextlib
+import ctypes
+import datetime
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+
+_SLICE = 1.0  # seconds for which Python cannot look at signals
+_UNDERWAY: dict[Any, Any] = {}
+"""Operations, and the group of each."""
+_STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""How many operations each group has begun: in all processes as many."""
+
+
+@final
+class Operation:
+    """One that all processes of a group take part in, once each has come to it. On the CPU, of gloo."""
+
+    def __init__(self, start: Callable[[], Any], group: Any, ranks: Sequence[int], rank: int) -> None:
+        self._group: Any = group or dist.group.WORLD
+        self._ranks, self._rank = ranks, rank
+        for work in [work for work in list(_UNDERWAY) if work.is_completed()]:  # nobody has waited for it
+            _UNDERWAY.pop(work, None)
+        self._number = _STARTED[self._group] = _STARTED.get(self._group, 0) + 1
+        self._work: Any = start()
+        _UNDERWAY[self._work] = self._group
+
+    def wait(self, limit: datetime.timedelta) -> None:
+        """Until all have come. Ctrl-C is heard meanwhile."""
+        part = datetime.timedelta(seconds=_slice(limit))
+        has_said = False
+        while not self._work.is_completed():
+            with contextlib.suppress(RuntimeError):  # the part is over, or it has failed, which `wait` says below
+                self._work.wait(part)
+                continue
+            if not has_said and not self._work.is_completed():
+                self._say()
+                has_said = True
+        _UNDERWAY.pop(self._work, None)
+        self._work.wait()
+
+    def who(self, limit: datetime.timedelta) -> str:
+        """Which of the others have come, as far as that is known; after a failure."""
+        others = [rank for rank in self._ranks if rank != self._rank]
+        absent = self._absent(others, limit) if len(others) > 1 else None
+        if absent is None:
+            return ""
+        came = [rank for rank in others if rank not in absent]
+        each = [f"process {_list(absent)} had not come"] * bool(absent) + [f"process {_list(came)} had"] * bool(came)
+        return f": {', '.join(each)}"
+
+    def _absent(self, others: list[int], limit: datetime.timedelta) -> list[int] | None:
+        """Those that have not said that they wait here, and those that have ended, or None if nobody can tell."""
+        patience = _slice(limit)  # for those that came a moment ago
+        late: list[int] | None = None
+
+        def look() -> None:
+            nonlocal late
+            with contextlib.suppress(RuntimeError):  # the store may have gone, with the process that has it
+                store, end, missing = self._group.get_group_store().clone(), time.monotonic() + patience, others
+                while missing and time.monotonic() < end:
+                    time.sleep(patience / 10)
+                    missing = [rank for rank in missing if not self._has_come(store, rank)]
+                late = missing
+
+        self._say()
+        # In a thread, with a connection of its own: a store whose process has stopped never answers.
+        thread = threading.Thread(target=look, name="fdp-absent", daemon=True)
+        thread.start()
+        thread.join(2 * patience)
+        return late
+
+    def _say(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._group.get_group_store().set(f"fdp/{self._rank}", str(self._number))
+
+    def _has_come(self, store: Any, rank: int) -> bool:
+        key = f"fdp/{rank}"
+        return store.check([key]) and int(store.get(key)) >= self._number
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _slice(limit: datetime.timedelta) -> float:
+    return min(_SLICE, limit.total_seconds() / 4)
+
+
+def leave(group: Any = None) -> None:
+    """Destroy a group, by default that of all processes, without waiting for what is underway."""
+    for work, own in list(_UNDERWAY.items()):
+        if not work.is_completed():  # gloo would wait for it, for as long as the limit allows: it ends with the process
+            for kept in (work, own):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _UNDERWAY.clear()
+    dist.destroy_process_group(group)
+
+
+def leave_at_exit(group: "weakref.ref[Any]", process: int) -> None:
+    """Destroy the group that `init` made, if nobody has.
+
+    A thread of gloo may let go of an operation while Python ends, which aborts the process.
+    """
+    if group() is not None and group() is dist.group.WORLD and os.getpid() == process:
+        leave()

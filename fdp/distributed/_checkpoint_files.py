@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import re
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple, final
 import torch
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{16})\.pt")
+_PARTIAL = re.compile(r"\d{6,}-[0-9a-f]{32}\.partial")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 class _Entry(NamedTuple):
@@ -29,10 +32,16 @@ class _Hashed:
 
     def __init__(self, file: Any) -> None:
         self._file, self._hash = file, hashlib.sha256()
+        self.failure: OSError | None = None
+        """The first one. Torch raises a RuntimeError of its own in its place."""
 
     def write(self, data: Any) -> int:
         self._hash.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -44,13 +53,15 @@ class _Hashed:
 def write(directory: Path, step: int, state: Any, keep: int) -> None:
     """Add a file, and remove all but the last `keep`."""
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob("*.partial"):  # of a run that was killed
-        leftover.unlink(missing_ok=True)
+    _remove_abandoned(directory)
     number = 1 + max((entry.number for entry in _entries(directory)), default=0)
-    partial = directory / f"{number:06}.partial"
+    partial = directory / f"{number:06}-{uuid.uuid4().hex}.partial"
+    descriptor = os.open(partial, _NEW, 0o666)
+    hashed: Any = None
     try:
-        with partial.open("wb") as file:
-            hashed: Any = _Hashed(file)
+        with open(descriptor, "wb") as file:
+            _lock(file)
+            hashed = _Hashed(file)
             torch.save(state, hashed)
             file.flush()
             os.fsync(file.fileno())
@@ -59,12 +70,36 @@ def write(directory: Path, step: int, state: Any, keep: int) -> None:
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if hashed is not None and hashed.failure is not None:
+            raise hashed.failure from None
         raise
     _sync(directory)
     entries = _entries(directory)
     whole = [entry for entry in entries if entry.number == number or _is_whole(entry)] if len(entries) > keep else []
     for entry in entries[entries.index(whole[keep - 1]) + 1 :] if len(whole) >= keep else ():
         entry.path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what runs that were killed have left half written. Whoever still writes holds a lock."""
+    for path in directory.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            with contextlib.suppress(OSError), path.open("rb+") as file:
+                if _lock(file):
+                    path.unlink(missing_ok=True)
+
+
+def _lock(file: Any) -> bool:
+    """Lock a file until it is closed, if nobody has and the file system can."""
+    if os.name == "nt":
+        return False
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _is_whole(entry: _Entry) -> bool:

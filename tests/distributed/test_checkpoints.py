@@ -1,10 +1,13 @@
+import fcntl
 import math
 import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
+import uuid
 import warnings
 from collections import OrderedDict, namedtuple
 
@@ -90,7 +93,7 @@ def test_generators_go_on(tmp_path):
 
 def test_the_last_ones_stay_whatever_their_steps(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    (tmp_path / "000001.partial").write_bytes(b"of a run that was killed")
+    (tmp_path / f"000001-{'0' * 32}.partial").write_bytes(b"of a run that was killed")
     (tmp_path / "notes.txt").write_text("not ours")
     for value, step in enumerate([10, 20, 20, 5, 6]):
         checkpoints.save(step, value)
@@ -151,6 +154,50 @@ def test_a_save_that_fails_leaves_the_files_before_it(tmp_path, monkeypatch):
     assert caught.value.__notes__ == [f"Checkpoints.save: in {tmp_path}"]
     assert _names(tmp_path) == ["000001-step-1.pt"]
     assert checkpoints.restore() == (1, 1)
+
+
+def _save_on_a_full_disk(directory):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    errors = [_error(lambda n=n: Checkpoints(directory).save(2, torch.ones(n))) for n in (30_000, 1_000_000)]
+    Checkpoints(directory).save(3, 3)
+    return errors
+
+
+def test_a_disk_that_fills_up_while_torch_writes_is_an_os_error(tmp_path):
+    Checkpoints(tmp_path).save(1, 1)
+    (errors,) = launch(_save_on_a_full_disk, 1, tmp_path, timeout=30, start_method="fork")
+    assert errors == ["OSError: [Errno 27] File too large"] * 2
+    assert _names(tmp_path) == ["000001-step-1.pt", "000002-step-3.pt"]
+
+
+def test_files_of_others_stay(tmp_path):
+    written = tmp_path / f"000001-{'0' * 32}.partial"
+    names = ["model.partial", "000001.partial", "000002-step-1.partial", written.name]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as whoever writes it does
+        Checkpoints(tmp_path).save(1, 1)
+    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(names)
+    Checkpoints(tmp_path).save(2, 2)
+    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(names[:-1])
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in names[:-1])
+
+
+def test_a_name_that_somebody_else_has_taken_is_not_written_to(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    target.write_bytes(b"mine")
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    with target.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # so that it is not taken for a leftover
+        (checkpoints / f"000001-{'0' * 32}.partial").symlink_to(target)
+        with pytest.raises(FileExistsError, match="partial"):
+            Checkpoints(checkpoints).save(1, 1)
+    assert len(list(checkpoints.iterdir())) == 1
+    assert target.read_bytes() == b"mine"
 
 
 def test_bad_arguments(tmp_path):

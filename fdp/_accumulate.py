@@ -62,17 +62,21 @@ def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Plan, where: str) 
 
 
 class Gradients:
-    """Takes the gradients of one shard after the other: what is to be summed is summed at once, and not kept."""
+    """Takes the gradients of the shards in any order: what is to be summed is summed at once, and not kept."""
 
     def __init__(self, flats: Sequence[Flat], plan: Plan, device: torch.device | None) -> None:
         # Under another name, for the log of transfers.
         self._flats = [flat._replace(name=f"grad of {flat.name}") for flat in flats]
         self._plan, self._device = plan, device
-        self._parts: list[list[list[Any]]] = [[[] for _ in flat.leaves] for flat in flats]
+        # Of what is split, the part of every shard; of what is whole, the sum so far.
+        self._parts: list[list[list[Any]]] = [
+            [[None] * len(plan.slots) if _is_split(*pair) else [] for pair in zip(flat.leaves, flat.specs, strict=True)]
+            for flat in flats
+        ]
 
     @staged("reduce")
-    def add(self, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
-        """Add the gradients of the next shard, None where it has none; `args` is what it was differentiated in."""
+    def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
+        """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
         for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
             rest = iter(grad)
             values = leaves_up_to(flat.structure, arg)
@@ -82,7 +86,7 @@ class Gradients:
                     if spec is None:
                         self._sum(parts, next(rest), leaf, flat, i)
                     else:
-                        parts.append(_filled(next(rest), value))
+                        parts[shard] = _filled(next(rest), value)
                     continue
                 inner = flatten(value, flat.name)
                 if isinstance(leaf, Replicated):
@@ -92,7 +96,7 @@ class Gradients:
                         self._sum(parts[k], next(rest), home, homes, k)
                 else:
                     found = islice(rest, len(inner.leaves))
-                    parts.append(unflatten(inner.structure, map(_filled, found, inner.leaves)))
+                    parts[shard] = unflatten(inner.structure, map(_filled, found, inner.leaves))
 
     def sums(self) -> list[torch.Tensor]:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
@@ -172,6 +176,10 @@ class Gradients:
     def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
         return copy(grad, self._device or value.device, flat, index)
+
+
+def _is_split(leaf: Any, spec: Any) -> bool:
+    return isinstance(leaf, Sharded) or (spec is not None and not isinstance(leaf, Replicated))
 
 
 def _only(held: Sequence[torch.Tensor]) -> Grad:

@@ -106,7 +106,7 @@ class Differentiation:
 
             def take(i: int, result: Result) -> None:
                 losses[i], auxes[i] = result.loss, result.aux
-                gradients.add(result.grads, [call.shards[i].args[p] for p in positions])
+                gradients.add(i, result.grads, [call.shards[i].args[p] for p in positions])
 
             weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
             call.watch.check(where)

@@ -39,8 +39,8 @@ def is_marked(fn: Any) -> bool:
 
 def compilations() -> int:
     """How often this process has compiled a frame."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    return frames.FRAME_COMPILE_COUNTER.total() if frames else 0
+    counter = _of_compiler("convert_frame", "FRAME_COMPILE_COUNTER")
+    return counter.total() if counter is not None else 0
 
 
 def may_compile() -> bool:
@@ -49,9 +49,14 @@ def may_compile() -> bool:
     if compilations() < _most:  # after `torch._dynamo.reset` everything is compiled anew
         _WARM.clear()
     _most = compilations()
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = _of_compiler("eval_frame", "cached_backends")
     # None stands for `torch.compiler.disable`, which optimizers use.
-    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+    return backends is not None and any(backend is not None for backend in list(backends.values()))
+
+
+def _of_compiler(module: str, name: str) -> Any:
+    """What a module of the compiler holds; None if it is not there: another thread may be in the middle of importing."""
+    return getattr(sys.modules.get(f"torch._dynamo.{module}"), name, None)
 
 
 def is_cold(fn: Any, slot: Slot) -> bool:

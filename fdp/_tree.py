@@ -123,8 +123,8 @@ def tensors_in(tree: Tree) -> list[torch.Tensor]:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is a numpy array of at least one dimension, which may well have rows."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)  # which another thread may be about to import
+    return array is not None and isinstance(leaf, array) and leaf.ndim > 0
 
 
 def register_leaf(cls: type) -> None:

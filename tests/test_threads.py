@@ -512,6 +512,22 @@ def test_in_a_forked_child():
     assert result.stdout.split("\n")[0] == "0 True", result.stderr
 
 
+def test_while_another_thread_imports_the_compiler():
+    """Its modules are then there, without what they will define."""
+    result = run_python(
+        """
+        import types
+        names = ["torch._dynamo.convert_frame", "torch._dynamo.eval_frame", "numpy"]
+        sys.modules.update({name: types.ModuleType(name) for name in names})
+        w, x = torch.tensor(2.0), torch.arange(6.0)
+        meet = lambda w, x: x * w / fdp.psum(1)
+        for fn, executor in [(torch.mul, "threads"), (torch.mul, "sequential"), (meet, "threads"), (meet, "auto")]:
+            print(fdp.dp_apply(fn, w, x, fdp.virtual_devices(3), executor=executor).sum().item())
+        """
+    )
+    assert result.stdout.split() == ["30.0", "30.0", "10.0", "10.0"], result.stderr
+
+
 def test_the_interpreter_ends():
     result = run_python(
         """

@@ -153,11 +153,25 @@ def _differentiate(graph: _Graph, slot: int, grads: list[Tensor], create: bool) 
         if not outs:
             return [torch.zeros_like(x) for x in inputs]
         with torch.set_grad_enabled(create):
+            if create:
+                _count_on(outs)
             # Kept, since tensors from outside may have a graph that the slots share; it goes when nobody holds it.
             found = torch.autograd.grad(outs, inputs, grads, retain_graph=True, create_graph=create, allow_unused=True)
             return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, inputs, strict=True)]
 
     return run
+
+
+def _count_on(outs: Sequence[Tensor]) -> None:
+    """Number what this thread records from here on after all that has been recorded, in whichever thread.
+
+    Autograd goes back by numbers that each thread counts for itself. Where the parts of a graph are those of several
+    threads, the slots would come to their collectives in different orders.
+    """
+    behind = max((x.grad_fn._sequence_nr() for x in outs if x.grad_fn is not None), default=-1) + 1
+    empty = torch.zeros(0, device="cpu", requires_grad=True)
+    while (missing := behind - _C._autograd._get_sequence_nr()) > 0:
+        empty.tensor_split(min(missing, 1000))  # a node for each part
 
 
 def _captured(outs: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:

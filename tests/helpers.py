@@ -1,9 +1,12 @@
 """What the tests share: one table of hard trees, and what it means for two trees to be the same."""
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import sys
+import threading
+import traceback
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -58,6 +61,31 @@ def side_by_side(count: int = 4) -> Iterator[None]:
             yield
     finally:
         sys.setswitchinterval(before)
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call returns or raises; fail if it does neither in time, and show where all threads stand."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append((call(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+        pytest.fail("it hangs:\n" + "\n\n".join(stacks))
+    result, error = found.pop()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
+    return result
 
 
 # ---- containers

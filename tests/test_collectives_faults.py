@@ -1,13 +1,10 @@
 """Shards that do not come to a collective: nobody waits for ever, and the error says who has not come and why."""
 
 import contextlib
-import contextvars
 import gc
 import re
 import signal
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +15,7 @@ from torch import Tensor
 
 import fdp
 from fdp import _known
-from tests.helpers import many_cores, side_by_side
+from tests.helpers import many_cores, side_by_side, within
 
 SLOTS = 3
 EXECUTORS = ("sequential", "threads")
@@ -44,31 +41,6 @@ first_run = pytest.mark.parametrize("known", [False], ids=["first-run"])
 
 class OddError(Exception):
     """That of the user."""
-
-
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call returns or raises; fail if it does neither in time, and show where all threads stand."""
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append((call(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
-        pytest.fail("it hangs:\n" + "\n\n".join(stacks))
-    result, error = found.pop()
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error
-    return result
 
 
 @pytest.fixture(autouse=True)

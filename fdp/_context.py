@@ -71,12 +71,17 @@ IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here m
 
 
 class Axis(NamedTuple):
-    """A named set of slots that this code runs in one of, and where they meet if they are all alive."""
+    """A named set of slots that this code runs in one of, and where they meet if they are all alive.
+
+    If not, the call notes in `wanted` which collectives the slot has come to.
+    """
 
     slot: Slot
     gang: Any
+    wanted: list[str]
 
 
+WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # that of the axis of the next slots
 AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
 
 
@@ -119,7 +124,7 @@ def run_in_slot(
 
     def enter() -> Any:
         _SLOT.set(slot)
-        AXES.set((*AXES.get(), Axis(slot, gang)))
+        AXES.set((*AXES.get(), Axis(slot, gang, WANTED.get([]))))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),

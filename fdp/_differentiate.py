@@ -15,7 +15,7 @@ from fdp._call import Call, Options, Shard, check_function, keyword_args, positi
 from fdp._context import Slot
 from fdp._devices import as_device
 from fdp._executors import Mode, run, run_all, slots_of
-from fdp._gang import Together
+from fdp._gang import Meets
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import must_run_together, remember_apart, runs_apart
@@ -177,7 +177,7 @@ class Differentiation:
             return Weights(own, rows)
         tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
         slots = slots_of(call.plan, self.axis_name, across)
-        own = run_all(tasks, slots, Mode("sequential", None, None, across=across))
+        own = run_all(tasks, slots, Mode("sequential", None, self.count, across=across))
         if not all(math.isfinite(weight) and weight >= 0 for weight in own):
             raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
         whole = sum(own) if across is None else across.total(sum(own), f"count of {self.where}")
@@ -195,7 +195,7 @@ class Differentiation:
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
         try:
             self._run_shards(problem, call, shares, slots, mode, take)
-        except Together:
+        except Meets:
             raise Again from None
         return weights
 
@@ -232,7 +232,7 @@ class Differentiation:
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
-        except Together as need:  # one backward for all would wait for itself
+        except Meets as need:  # one backward for all would wait for itself
             if taken:
                 raise RuntimeError(
                     f"{self.where}: {need} is called in some microbatches and not in the first"

@@ -11,9 +11,9 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from fdp._across import Across
-from fdp._context import IN_ORDER, Slot, run_in_slot, text_of
+from fdp._context import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._dims import Plan
-from fdp._gang import WANTED, Together
+from fdp._gang import Meets, Together
 from fdp._guards import is_forward_mode
 from fdp._known import (
     compilations,
@@ -42,11 +42,11 @@ class Mode(NamedTuple):
     seed: int | None
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
-    apart: bool = False  # the call raises `Together`
+    apart: bool = False  # the call raises `Meets`
     across: Across | None = None  # the part of this process, where there are others
 
     def stays_apart(self) -> bool:
-        """Whether shards that come to a collective raise `Together`."""
+        """Whether the call raises `Meets` if its shards come to a collective."""
         return self.apart or (self.across is not None and self.across.adds_at_end)
 
 
@@ -117,8 +117,8 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
     wanted: list[str] = []
     before = WANTED.set(wanted)
     try:
-        if (must_run_together(mode.fn) or mode.effects) and slots[0].count > 1 and why_not_together() is None:
-            raise Together
+        if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
+            raise Together("", wanted)
         failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
         if wanted and not failures:
             raise RuntimeError(
@@ -126,11 +126,13 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
                 "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
             )
     except Together as need:
+        if need.wanted is not wanted:  # a collective of an axis around this one
+            raise
         need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
         if not mode.effects:
             remember_together(mode.fn)
         if mode.stays_apart():
-            raise
+            raise Meets(str(need)) from None
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:
             raise RuntimeError(
@@ -144,6 +146,10 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             raise _noted(failures)
         finally:
             failures.clear()  # the traceback holds this frame: no cycle
+
+
+def _is_known_to_meet(mode: Mode) -> bool:
+    return mode.effects or (must_run_together(mode.fn) and not IN_PLACE.get())  # where collectives are refused
 
 
 def _run_apart(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:

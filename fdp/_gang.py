@@ -14,11 +14,19 @@ from fdp._turns import Abandoned, Member, Turns, Wait
 MEMBER: "contextvars.ContextVar[Member | None]" = contextvars.ContextVar("fdp_member", default=None)
 
 
-WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # collectives that shards came to
-
-
 class Together(BaseException):
-    """Raised by a collective in a shard that runs by itself: the call begins anew, with all shards alive at once."""
+    """Raised by a collective in a shard that runs by itself: its call begins anew, with all shards alive at once.
+
+    Calls in between, which do not have this list of what was wanted, let it pass.
+    """
+
+    def __init__(self, where: str, wanted: list[str]) -> None:
+        super().__init__(where)
+        self.wanted = wanted
+
+
+class Meets(BaseException):
+    """Raised instead by a call that leaves it to its caller to begin anew."""
 
 
 class What(NamedTuple):

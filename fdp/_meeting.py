@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdp._context import AXES, IN_PLACE, Axis
-from fdp._gang import WANTED, Gang, Together, What
+from fdp._gang import Gang, Together, What
 from fdp._operations import Operation
 from fdp._over_processes import over_processes
 from fdp._packing import layout_of, packed, unpacked
@@ -50,8 +50,8 @@ def gang_of(axis: Axis, where: str) -> Gang:
             "closes over the module, a compiled module, ...), slots would wait for each other. Remove what leads back"
         )
     if axis.gang is None:
-        WANTED.get().append(where)
-        raise Together(where)
+        axis.wanted.append(where)
+        raise Together(where, axis.wanted)
     return axis.gang
 
 

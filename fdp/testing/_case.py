@@ -54,7 +54,7 @@ class Case(NamedTuple):
         arguments = self.sample.fresh(places)
         context = contextvars.copy_context()
         slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
-        context.run(AXES.set, (Axis(slot, None),))  # collectives see one slot
+        context.run(AXES.set, (Axis(slot, None, []),))  # collectives see one slot
         out = context.run(self.fn, arguments.params, *arguments.inputs, **arguments.kwargs)
         return Run(arguments, self._named(out))
 

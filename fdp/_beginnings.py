@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fdp._context import AXES
-from fdp._processes import Processes, Spread, processes_of
+from fdp._processes import Located, Processes, Spread, processes_of
 from fdp._wire import Place
 
 
@@ -24,7 +24,7 @@ def begins(where: str, devices: Any, held: Iterable[Any]) -> contextlib.Abstract
     """Around a call that may be on a mesh: what fails before it has begun in all processes fails in all."""
     if isinstance(devices, Spread):
         return _announced(lambda: processes_of(devices, where), where)
-    found = [x.processes for x in held if isinstance(getattr(x, "processes", None), Processes)]
+    found = [x.processes for x in held if isinstance(x, Located) and x.processes is not None]
     return _announced(lambda: found[0], where) if found else contextlib.nullcontext()
 
 

@@ -11,7 +11,7 @@ from fdp._dims import Plan, balanced, check_in_dim, check_weights, make_plan, pr
 from fdp._processes import Processes
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
-from fdp._tree import Flat, flatten, is_array, unflatten
+from fdp._tree import Flat, array_inside, flatten, unflatten
 from fdp._typing import AUTO, Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
@@ -50,9 +50,9 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
             raise TypeError(f"{flat.path(index)} is a {type(leaf).__name__}; 'items' splits lists and tuples")
         return spec
     if not isinstance(leaf, torch.Tensor):
-        if is_array(leaf):
+        if (found := array_inside(leaf)) is not None:
             raise TypeError(
-                f"{flat.path(index)} is a numpy array of shape {leaf.shape}, which is not split. "
+                f"{flat.path(index)}{found[0]} is a numpy array of shape {found[1]}, which is not split. "
                 f"Pass torch.as_tensor(array), or {whole} to give it whole to every slot"
             )
         return None

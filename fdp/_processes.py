@@ -47,6 +47,12 @@ class Processes:
         raise TypeError("what is on a mesh of several processes cannot be pickled; pickle its .shards")
 
 
+class Located:
+    """What slots hold, with the processes that these slots are part of; None if this one is alone."""
+
+    processes: Processes | None
+
+
 class Spread(Sequence[torch.device]):
     """Devices of this process, one a slot, beside those of other processes. None: there are no others."""
 

@@ -10,13 +10,13 @@ import torch
 from fdp._devices import as_devices
 from fdp._drawing import runs_text
 from fdp._picture import Picture, rows_of_slots
-from fdp._processes import Processes
+from fdp._processes import Located, Processes
 from fdp._tree import register_leaf
 from fdp._typing import AUTO, Auto, Dims, Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Slots:
+class Slots(Located):
     """One tree a slot. Immutable; the tensors inside are not."""
 
     shards: tuple[Tree, ...]

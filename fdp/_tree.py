@@ -17,7 +17,9 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from fdp._nodes import NAMESPACE, Packed, holds_tensors, node_functions, refusal
+from fdp._inside import find_inside
+from fdp._listing import listed
+from fdp._nodes import NAMESPACE, Packed, Refusal, node_functions, refusal
 from fdp._typing import Dims, Tree
 from fdp._untraced import constant_while_compiling
 
@@ -125,6 +127,19 @@ def is_array(leaf: Any) -> bool:
     """Whether a leaf is a numpy array of at least one dimension, which may well have rows."""
     array = getattr(sys.modules.get("numpy"), "ndarray", None)  # which another thread may be about to import
     return array is not None and isinstance(leaf, array) and leaf.ndim > 0
+
+
+def array_inside(leaf: Any) -> tuple[str, tuple[int, ...]] | None:
+    """The path inside a leaf of such an array, empty if it is one itself, and its shape; None if there is none."""
+    if is_array(leaf):
+        return "", leaf.shape
+    return None if type(leaf) in _PLAIN_LEAVES or "numpy" not in sys.modules else _array_in_object(leaf)
+
+
+@constant_while_compiling
+def _array_in_object(obj: Any) -> tuple[str, tuple[int, ...]] | None:
+    found = find_inside(obj, is_array, lambda part: type(part) not in _PLAIN_LEAVES)
+    return None if found is None else (found[0], found[1].shape)
 
 
 def register_leaf(cls: type) -> None:
@@ -273,12 +288,22 @@ def _flatten(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
         return leaves, structure
     _register_nodes(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    refused = [i for i, leaf in enumerate(leaves) if type(leaf) in unknown and holds_tensors(leaf)]
-    if refused:
-        accessors = optree.treespec_accessors(structure)
-        paths = [(accessors[i][:-1] if isinstance(leaves[i], Packed) else accessors[i]).codify(name) for i in refused]
-        raise _TreeTypeError("; ".join(refusal(leaves[i], path) for i, path in zip(refused, paths, strict=True)))
+    refused = [(i, leaf, refusal(leaf)) for i, leaf in enumerate(leaves) if type(leaf) in unknown]
+    if any(problem for *_, problem in refused):
+        raise _refused([(i, leaf, problem) for i, leaf, problem in refused if problem], structure, name)
     return leaves, structure
+
+
+def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTreeSpec, name: str) -> _TreeTypeError:
+    accessors = optree.treespec_accessors(structure)
+
+    def say(each: tuple[int, Any, Refusal]) -> str:
+        i, leaf, problem = each
+        accessor = accessors[i][:-1] if isinstance(leaf, Packed) else accessors[i]
+        return problem.text(accessor.codify(name))
+
+    ways = dict.fromkeys(problem.way_out for *_, problem in refused)
+    return _TreeTypeError(f"{listed(refused, say, '; ')}. {'. '.join(ways)}")
 
 
 def _register_nodes(tree: Tree) -> None:

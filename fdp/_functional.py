@@ -38,8 +38,9 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     (tensor(0), tensor(1))
 
     Every call reads the module anew, so `module.eval()`, a plain attribute, a hook or another submodule shows in the
-    next one. What forward writes shows in the new buffers only; objects of other classes that the module holds are
-    shared with it. Calls may run side by side in threads.
+    next one. What forward writes shows in the new buffers only: a list or dict of the module that it fills is as before
+    after the call, so return what you want to keep. Objects of other classes that the module holds are shared with it.
+    Calls may run side by side in threads.
 
     They run on clones of the module. Where a clone cannot follow, because a hook closes over the module or an object
     inside refers to it, they run on the module itself, one at a time, and activation checkpointing in it would see the
@@ -68,7 +69,7 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
             bound = _with_copies(params, buffers)
             out = torch.func.functional_call(module, bound, args, kwargs)
             return out, {name: bound[name] for name in buffers}
-        skeleton = take(pool, module)
+        skeleton = take(pool, module, shares=False)
         if skeleton.trusted and not _has_any_global_hook():
             return _apply_clone(skeleton, pool, params, buffers, args, kwargs)
         return _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
@@ -112,7 +113,7 @@ def _apply_module(
 ) -> tuple[Any, Tensors]:
     with in_place():
         if not skeleton.is_current(module):  # another call in place may have been under way
-            skeleton = Skeleton(module)
+            skeleton = Skeleton(module, shares=False)
         _check_names(params, buffers, skeleton.params, skeleton.buffers)
         versions, bound = skeleton.versions(), _with_copies(params, buffers)
         try:

@@ -124,9 +124,9 @@ def call_in_place(
         return module(*args, **kwargs)
 
 
-def take(pool: list[Skeleton], module: nn.Module) -> Skeleton:
+def take(pool: list[Skeleton], module: nn.Module, *, shares: bool = True) -> Skeleton:
     """A skeleton of the module as it is now, for this call alone."""
-    skeleton = _reusable(pool, module) or Skeleton(module)
+    skeleton = _reusable(pool, module) or Skeleton(module, shares=shares)
     if parametrize._cache_enabled:
         be_alone()  # what `parametrize.cached()` keeps is one for all threads
         forget(skeleton.ids | skeleton.original_ids)

@@ -11,7 +11,19 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from fdp._untraced import leave_alone
-from fdp._walk import ATOMS, OF_PARAMETERS, REGISTRIES, Walk, join_path, leads_to, of_library, refill
+from fdp._walk import (
+    ATOMS,
+    OF_PARAMETERS,
+    REGISTRIES,
+    Walk,
+    has_gained_objects,
+    holds_parameters,
+    join_path,
+    leads_to,
+    of_library,
+    refill,
+    same,
+)
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
 _set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
@@ -22,11 +34,12 @@ class Skeleton:
     """A clone of a module, to call with other tensors than the module's, by one thread at a time.
 
     `trusted` says that calling the clone is calling the module: nothing that the two share leads back to the module.
-    Unless `cyclic`, a skeleton does not keep its module alive.
+    Unless `cyclic`, a skeleton does not keep its module alive. If it `shares`, what a call puts into lists, dicts and
+    sets of the module is in those of the module at once; containers with modules in them are never shared.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        walk = Walk(module)
+    def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
+        walk = Walk(module, shares=shares)
         self._is_safe = walk.trusted and not leads_to(walk.shared, walk.clones)
         held = walk.unread if self._is_safe else walk.unread + walk.shared
         self.cyclic = walk.cyclic or leads_to(held, {id(module)})
@@ -55,8 +68,9 @@ class Skeleton:
         empty = [box for box in walk.registries + walk.boxes if not box.seen]
         added = [box for box in walk.additions if not box.seen]
         states = len(walk.states)
-        self._paths = [box.path for box in full]
-        self._full, self._seen = [box.original for box in full], [box.seen for box in full]
+        common = [*full, *walk.common.values()]  # these at the end have no place in the lists that follow
+        self._paths = [box.path for box in common]
+        self._full, self._seen = [box.original for box in common], [box.seen for box in common]
         self._own, self._idle = [box.clone for box in full[states:]], [box.clone.copy() for box in full]
         self._idle_states, self._idle_own = self._idle[:states], self._idle[states:]
         self._quiet, self._idle_quiet = self._own[: len(quiet)], self._idle_own[: len(quiet)]
@@ -65,11 +79,11 @@ class Skeleton:
         self._all_blank = self._blank + [box.clone for box in added]
 
     def _watch(self, walk: "Walk") -> None:
-        """The entries of which equality does not tell whether they are the same."""
+        """The entries of which equality does not tell whether they are the same, in what the clone has copies of."""
         states = {id(vars(module)): of_library(type(module).__module__) for module, _ in walk.modules}
         watched = [
             (original, seen, key)
-            for original, seen in zip(self._full, self._seen, strict=True)
+            for original, seen, _ in zip(self._full, self._seen, self._idle, strict=False)
             for key, value in _items(seen)
             if not _equal_is_same(value, states.get(id(original), False))
             and not (key in REGISTRIES and id(original) in states)
@@ -110,15 +124,20 @@ class Skeleton:
             return False
         try:
             # Identity first: `==` takes 1 for True, and on tensors it is an operation.
-            same = all(map(is_, map(getitem, self._at, self._keys), self._values)) and self._full == self._seen
+            equal = all(map(is_, map(getitem, self._at, self._keys), self._values)) and self._full == self._seen
         except Exception:  # a key is gone, or an `==` does not compare: something has changed
-            same = False
-        return same or self._take_over(module)
+            equal = False
+        return equal or self._take_over(module)
 
     def _take_over(self, module: nn.Module) -> bool:
         tensors = False
-        for path, original, seen, idle in zip(self._paths, self._full, self._seen, self._idle, strict=True):
-            if _same(original, seen):
+        for path, original, seen, idle in zip(self._paths, self._full, self._seen, self._all_idle(), strict=False):
+            if idle is None:
+                if has_gained_objects(original, seen):
+                    return False
+                refill(seen, original.copy())
+                continue
+            if same(original, seen):
                 continue
             if not isinstance(original, dict) or original.keys() != seen.keys():
                 return False
@@ -183,8 +202,12 @@ class Skeleton:
             for box in self._all_blank:
                 box.clear()
         for own, idle in zip(self._own[first:], self._idle_own[first:], strict=True):
-            if not _same(own, idle):
+            if not same(own, idle):
                 refill(own, idle)
+
+    def _all_idle(self) -> Iterator[Any]:
+        """What each container has while nothing runs, None for those that are the module's own."""
+        return chain(self._idle, repeat(None))
 
     def write_back(self, module: nn.Module, names: Container[str]) -> None:
         """Write to the module what the last call has written to the clone, but for what is under the bound names."""
@@ -195,6 +218,7 @@ class Skeleton:
         states = self.states()
         if not self._is_untouched(states):
             self._write(module, [*states, *self._own, *self._all_blank])
+        self.translate(module)
         for slot, key, now, _ in bound:
             slot[key] = now
 
@@ -204,14 +228,14 @@ class Skeleton:
             list(map(len, states)) == list(map(len, idle))
             and all(map(is_, _all_values(states), _all_values(idle)))
             and not any(self._blank)
-            and all(map(_same, self._own, self._idle_own))
+            and all(map(same, self._own, self._idle_own))
         )
 
     def _write(self, module: nn.Module, own: list[Any]) -> None:
-        to, modules = self._full + self._all_empty, [module, *self._children]
-        originals = dict(zip(map(id, own), to, strict=True)) | dict(zip(map(id, self._clones), modules, strict=True))
+        to = self._full[: len(self._idle)] + self._all_empty
+        originals = dict(zip(map(id, own), to, strict=True)) | self._originals(module)
         for original, now, idle in zip(to, own, chain(self._idle, repeat({})), strict=False):
-            if _same(now, idle):
+            if same(now, idle):
                 continue
             if isinstance(now, dict):
                 for key in idle.keys() - now.keys():
@@ -222,10 +246,30 @@ class Skeleton:
             else:
                 refill(original, _translate(list(now), originals))
 
+    def lost(self) -> list[str]:
+        """Containers with modules in them, which are the clone's own, that the last call has written to."""
+        first, quiet = len(self._idle_states), len(self._quiet)
+        boxes = zip(self._paths[first:], self._own, self._idle_own, strict=False)
+        return [path for path, own, idle in list(boxes)[quiet:] if not same(own, idle) and not holds_parameters(path)]
+
+    def translate(self, module: nn.Module) -> None:
+        """Where a call has put a clone into a container of the module's, put what it is a clone of."""
+        count = len(self._idle)
+        for box, seen in zip(self._full[count:], self._seen[count:], strict=True):
+            if has_gained_objects(box, seen):
+                found = box.copy() if isinstance(box, dict) else list(box)
+                now = _translate(found, self._originals(module))
+                if not same(now, found):
+                    refill(box, now)
+                    self.cyclic = True  # it may be the module
+
+    def _originals(self, module: nn.Module) -> dict[int, Any]:
+        return dict(zip(map(id, self._clones), [module, *self._children], strict=True))
+
     def restore(self) -> None:
         """Undo what a call of the module itself has written to it."""
         for original, seen in zip(self._full, self._seen, strict=True):
-            if not _same(original, seen):
+            if not same(original, seen):
                 refill(original, seen)
         for original in self._all_empty:
             original.clear()
@@ -243,13 +287,6 @@ def _translate(value: Any, originals: Mapping[int, Any]) -> Any:
     if type(value) is types.MethodType and id(value.__self__) in originals:
         return types.MethodType(value.__func__, originals[id(value.__self__)])
     return value
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Whether two containers hold the same objects."""
-    if len(now) != len(before) or not all(map(is_, now, before)):
-        return False
-    return not isinstance(now, dict) or all(map(is_, now.values(), before.values()))
 
 
 def _equal_is_same(value: Any, in_library: bool) -> bool:

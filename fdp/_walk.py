@@ -46,21 +46,25 @@ class Box(NamedTuple):
 
 
 class Walk:
-    """One walk over a module: a clone of it, and what was met on the way."""
+    """One walk over a module: a clone of it, and what was met on the way.
 
-    def __init__(self, module: nn.Module) -> None:
+    If the clone `shares`, it has the containers of the module that need no clone because no module is in them.
+    """
+
+    def __init__(self, module: nn.Module, *, shares: bool) -> None:
         self.clones: dict[int, Any] = {}  # by the id of the original
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.states: list[Box] = []
         self.registries: list[Box] = []
         self.additions: list[Box] = []
         self.boxes: list[Box] = []
+        self.common: dict[int, Box] = {}  # those that module and clone share
         self.slots: list[tuple[nn.Module, str, Box]] = []
         self.tensors: dict[str, Tensor] = {}
         self.shared: list[Any] = []
         self.unread = list(vars(type(module)).values())  # kept, but of no concern to forward
         self.trusted, self.cyclic = True, False
-        self._module = module
+        self._module, self._shares = module, shares
         try:
             self.root = self._clone(module, "")
         except Exception:  # deeper than the stack, or a key that has no hash before it is complete
@@ -69,7 +73,7 @@ class Walk:
 
     def _clone(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in ATOMS:
+        if kind in ATOMS or id(value) in self.common:
             return value
         if id(value) in self.clones:
             self.cyclic |= value is self._module
@@ -80,7 +84,7 @@ class Walk:
         if issubclass(kind, nn.Module):
             return self._clone_module(value, path)
         if kind in _MUTABLE:
-            return self._clone_box(value, path, self.boxes).clone
+            return self._clone_container(value, path)
         if kind in (tuple, frozenset):
             parts = [self._clone(part, join_path(path, i)) for i, part in enumerate(value)]
             return value if all(map(is_, parts, value)) else kind(parts)
@@ -120,6 +124,15 @@ class Walk:
         if key in ("_parameters", "_buffers"):
             self.slots.append((module, key, box))
         return box.clone
+
+    def _clone_container(self, value: Any, path: str) -> Any:
+        box = self._clone_box(value, path, self.boxes)
+        if not self._shares or holds_parameters(path) or not same(box.clone, box.seen):
+            return box.clone
+        self.boxes.pop()  # those of what is in it have gone the same way
+        del self.clones[id(value)]
+        self.common[id(value)] = box
+        return value
 
     def _clone_box(self, value: Any, path: str, boxes: list[Box]) -> Box:
         seen, clone = value.copy(), value.copy()
@@ -196,6 +209,36 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def of_library(name: object) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
+
+
+def holds_parameters(path: str) -> bool:
+    """Whether the container at a path is one that a recurrent module fills with what is bound."""
+    return path.rpartition(".")[2] in OF_PARAMETERS
+
+
+def same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same objects."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, set):  # without an order
+        return set(map(id, now)) == set(map(id, before))
+    return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
+
+
+def has_gained_objects(now: Any, before: Any) -> bool:
+    """Whether a container has more than it had that is not made of numbers, strings and tensors alone."""
+    known = set(map(id, _parts(before)))
+    return not all(_is_plain(part) for part in _parts(now) if id(part) not in known)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
+        return all(map(_is_plain, _parts(value)))
+    return type(value) in ATOMS or isinstance(value, Tensor)
+
+
+def _parts(box: Any) -> list[Any]:
+    return [*box, *box.values()] if isinstance(box, dict) else list(box)  # at once: other threads may write to it
 
 
 def refill(box: Any, content: Any) -> None:

@@ -847,7 +847,9 @@ def test_clones_are_not_finalized():
 
 def test_a_plain_value_set_every_step_keeps_the_clone(monkeypatch):
     made = []
-    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(Skeleton(module)) or made[-1])
+    monkeypatch.setattr(
+        "fdp._functional_call.Skeleton", lambda module, **kw: made.append(Skeleton(module, **kw)) or made[-1]
+    )
     module = seeded(Changing)
     apply, state = functional(module)
     for step in range(5):
@@ -1147,7 +1149,9 @@ def test_calls_of_parts_in_forward_leave_nothing(make, closure, through, monkeyp
         module.register_forward_hook(lambda mod, args, out: out + module.fc.bias)
     apply, _ = functional(module)
     made = []
-    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(id(module)) or Skeleton(module))
+    monkeypatch.setattr(
+        "fdp._functional_call.Skeleton", lambda module, **kw: made.append(id(module)) or Skeleton(module, **kw)
+    )
 
     def refs() -> list[weakref.ref[Tensor]]:
         params, _ = other_tensors(module)
@@ -1279,7 +1283,7 @@ def test_pool_that_another_thread_empties():
 
 def test_modules_called_in_place_are_searched_once(monkeypatch):
     made = []
-    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module: made.append(1) or Skeleton(module))
+    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module, **kw: made.append(1) or Skeleton(module, **kw))
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     first = module[0]
     module[1].register_forward_hook(lambda mod, args, out: out + first.bias)

@@ -188,7 +188,10 @@ PARITY: dict[str, str | tuple[str, ...]] = {
         "test_nn.py::test_an_unused_parameter_has_no_gradient",
         "test_data_parallel_modules.py::test_unused_parameters_keep_no_gradient",
     ),
-    "U72": "test_nn.py::test_replicas_have_lists_and_hooks_of_their_own",
+    "U72": (
+        "test_nn.py::test_replicas_have_hooks_of_their_own_and_share_lists",
+        "accelerator/test_torch_data_parallel.py::test_lists_and_dicts_that_forward_fills",
+    ),
     "U73": (
         "test_nn.py::test_methods_on_the_instance_are_those_of_the_replica",
         "test_data_parallel_modules.py::test_methods_bound_to_the_module_are_those_of_the_replica",

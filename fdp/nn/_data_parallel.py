@@ -46,8 +46,9 @@ class DataParallel(nn.Module, Generic[M]):
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
     A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
-    contents tell; the copies go with the first call that needs gradients, or with the wrapper. Dropout draws from the
-    generators that there are: run side by side on the CPU, replicas share one, and their masks vary between runs.
+    contents tell; the copies go with the first call that needs gradients, or with the wrapper. What forward puts into
+    lists, dicts and sets of the module is there after the call; attributes that it sets are lost. Dropout draws from
+    the generators that there are: run side by side on the CPU, replicas share one, and their masks vary between runs.
 
     Args:
         module: The module, with its parameters and buffers on the first device; on a single device it is moved there.

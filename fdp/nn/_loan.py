@@ -2,7 +2,9 @@
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -15,6 +17,11 @@ from fdp.nn._buffers import write_first, write_means
 from fdp.nn._copies import copies_of
 from fdp.nn._replicas import Clone, Copied, InPlace, Lent, Stand
 from fdp.nn._replicate import check_replicable, has_scripts
+
+_LOST = (
+    "{}: forward wrote to the module's {!r}, in which there are modules, so that each replica has its own. What was "
+    "written is lost. Keep it in a container without modules"
+)
 
 
 class Loan:
@@ -56,6 +63,8 @@ class Loan:
     def write_back(self, replicas: Sequence[nn.Module], where: str) -> None:
         """Give the module's buffers the values that the first replica has, or the mean over all."""
         lent = [self._lent[id(replica)] for replica in replicas if id(replica) in self._lent]
+        for path in dict.fromkeys(chain.from_iterable(each.stand.lost() for each in lent)):
+            warnings.warn(_LOST.format(where, path), stacklevel=2)
         if self._takes == "mean":
             weights = self._weights(len(replicas))
             if len(lent) < len(replicas) or weights is None:

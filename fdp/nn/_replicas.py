@@ -1,6 +1,6 @@
 """The replicas of one call, on loan: each a module that computes with other tensors than the one it stands for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -32,6 +32,10 @@ class Stand(Protocol):
         """All buffers as they are now."""
         ...
 
+    def lost(self) -> Sequence[str]:
+        """What forward has written to and the module does not get."""
+        ...
+
     def end(self) -> None:
         """Let go of the tensors."""
         ...
@@ -53,8 +57,12 @@ class Clone:
             for key, value in clone._buffers.items():
                 yield part, key, value
 
+    def lost(self) -> Sequence[str]:
+        return self._skeleton.lost()
+
     def end(self) -> None:
         skeleton = self._skeleton
+        skeleton.translate(self._module)
         del self.root, self._skeleton
         if not is_held(skeleton):
             keep(clear(skeleton), self._module)
@@ -75,6 +83,9 @@ class Copied:
         for part, replica in zip(self._module.modules(), self.root.modules(), strict=True):
             for key, value in replica._buffers.items():
                 yield part, key, value
+
+    def lost(self) -> Sequence[str]:
+        return ()
 
     def end(self) -> None:
         self.root = None
@@ -103,6 +114,9 @@ class InPlace(nn.Module):
                 value = tensors.get(names.get(id(buffer)))
                 if isinstance(value, Tensor):  # where forward has deleted a buffer, torch leaves a mark of its own
                     yield part, key, value
+
+    def lost(self) -> Sequence[str]:
+        return ()
 
     def end(self) -> None:
         vars(self)["_tensors"] = {}

@@ -34,8 +34,8 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
         detach: Make copies that have no part in gradients.
 
     Returns:
-        Modules of the same class with hooks, lists and dicts of their own. The first holds the tensors of `network`
-        itself, the others hold copies; `parameters()` has them all.
+        Modules of the same class with hooks of their own; lists, dicts and sets without modules in them are those of
+        `network`. The first holds the tensors of `network` itself, the others hold copies; `parameters()` has them all.
 
     Raises:
         RuntimeError: Lazy parameters that have no shape yet, or a scripted module that holds a Python one.

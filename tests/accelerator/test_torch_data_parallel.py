@@ -328,6 +328,37 @@ def test_as_torch_without_gradients(case: Case):
     assert_same(*results)
 
 
+class Filling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.maps, self.by_device, self.found, self.rows = [], {}, set(), {"all": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        self.maps.append(out)
+        self.by_device[x.device.index] = [out.detach()]
+        self.found.add(x.device.index)
+        self.rows["all"] += len(x)
+        return out
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_lists_and_dicts_that_forward_fills(hooked: bool):
+    found = []
+    for torchs in (False, True):
+        module = made(Case(Filling), DEVICES[0])
+        if hooked:
+            module.layer.register_full_backward_hook(lambda *_: None)
+        with running(torchs):
+            call = wrapped(torchs, module, (0, 2, 1))
+            for _ in range(2):
+                call(ROWS)
+        module.maps.sort(key=lambda out: out.device.index)  # torch's are in the order in which threads come
+        found.append((module.maps, [module.by_device[i] for i in range(3)], module.found, module.rows))
+    assert_same(*found)
+
+
 # ---- scatter, gather, replicate, parallel_apply
 
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -816,6 +816,60 @@ def test_forward_may_be_another():
     got = value_and_grads(Mine(module, TWO), module, x)
     assert_close_tree(got, value_and_grads(DataParallel(other, TWO), other, x))
     assert_close_tree(module.state_dict(), other.state_dict())
+
+
+class Graph:
+    """Nodes, and how many of them: what a library hands to its wrapper one by one."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+
+class OfGraphs(DataParallel):
+    """As wrappers of graph libraries are written for torch: forward takes a list, keyword arguments are None."""
+
+    def forward(self, graphs: list[Graph]) -> Any:
+        inputs = self.scatter(graphs, self.device_ids)
+        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        outputs = self.parallel_apply(replicas, inputs, None)
+        return self.gather(outputs, cast(Any, self.output_device))
+
+    def scatter(self, graphs: list[Graph], device_ids: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        each = -(-len(graphs) // len(device_ids))
+        parts = [graphs[i : i + each] for i in range(0, len(graphs), each)]
+        return [Graph(torch.cat([graph.nodes for graph in part])) for part in parts]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_wrapper_for_lists_of_graphs(count: int):
+    class OnNodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, graph: Graph) -> Tensor:
+            return self.inner(graph.nodes)
+
+    module, x = OnNodes(), numbers(2 * count, 3)
+    wrapped = OfGraphs(module, ["cpu"] * 3)
+    got = value_and_grads(lambda x: wrapped([Graph(part) for part in x.split(2)]), module, x)
+    assert_close_tree(got, value_and_grads(module.inner, module, x))
+
+
+def test_scatter_may_leave_out_keyword_arguments():
+    class Positional(DataParallel):
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            return super().scatter(inputs, kwargs, device_ids)[0], None
+
+    module, x = mlp(), numbers(5, 3)
+    assert_close_tree(value_and_grads(Positional(module, TWO), module, x), value_and_grads(module, module, x))
+
+
+@pytest.mark.parametrize("name", ["forward", "replicate", "scatter", "parallel_apply", "gather"])
+def test_methods_take_what_torch_s_take(name: str):
+    own, torchs = (inspect.signature(getattr(kind, name)) for kind in (DataParallel, nn.DataParallel))
+    parts = [[(p.name, p.kind, p.default) for p in each.parameters.values()] for each in (own, torchs)]
+    assert parts[0] == parts[1]
 
 
 def test_lengths_are_compared():

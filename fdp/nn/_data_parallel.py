@@ -39,7 +39,7 @@ class DataParallel(nn.Module, Generic[M]):
     >>> list(model.state_dict())
     ['module.weight', 'module.bias']
 
-    Inputs are split as `torch.chunk` does, the module's parameters and buffers copied to the other devices, replicas of
+    Inputs are split as `torch.chunk` does, each by itself but in equally many parts, the module's parameters and buffers copied to the other devices, replicas of
     the module run, and their outputs joined. Where nothing is split the module runs once, on the first device. Without
     an accelerator and without a CPU among `device_ids`, calls go to the module itself.
 
@@ -176,7 +176,7 @@ class DataParallel(nn.Module, Generic[M]):
         return args, keywords
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the replicas, each with its arguments."""
+        """Run the replicas, each with its arguments. None for `kwargs` is none for all of them."""
         check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
         loan = current_loan(self.module)
         devices = as_devices(self._ids_of(len(replicas), loan), self._where)

@@ -57,18 +57,19 @@ def parallel_apply(
         _device_of(module, args) if device is None else as_device(device, "parallel_apply")
         for module, args, device in zip(modules, inputs, given, strict=True)
     ]
-    return run_modules(modules, inputs, kwargs_tup or [{}] * len(modules), places, None, IN_ORDER)
+    return run_modules(modules, inputs, kwargs_tup, places, None, IN_ORDER)
 
 
 def run_modules(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
-    kwargs: Sequence[Mapping[str, Any]],
+    kwargs: Sequence[Mapping[str, Any]] | None,
     devices: Sequence[torch.device],
     sizes: tuple[int, ...] | None,
     mode: Mode,
 ) -> list[Any]:
     """Call each module on its slot; `sizes` are the rows that each has, if they are known."""
+    kwargs = [{}] * len(modules) if kwargs is None else kwargs
     tasks = [
         Task(functools.partial(_call, i, device, module), (args, named))
         for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))

@@ -1,6 +1,6 @@
 """From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -168,10 +168,10 @@ def _common_rows(
 ) -> int | None:
     """The rows that all split leaves have, None if there is no such leaf."""
     split = [
-        (flat, i, leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf))
+        (flat, i, size)
         for flat in flats
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-        if spec is not None and isinstance(leaf, torch.Tensor | list | tuple)
+        if (size := rows_of(leaf, spec)) >= 0
     ]
     rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
     if any(size != rows[0] for size in rows):
@@ -183,6 +183,13 @@ def _common_rows(
     return rows[0] if rows else None
 
 
+def rows_of(leaf: Any, spec: Any) -> int:
+    """The rows of a tensor or list that is split, -1 for what is not."""
+    if spec is None or not isinstance(leaf, torch.Tensor | list | tuple):
+        return -1
+    return leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf)
+
+
 def _along(spec: Any) -> str:
     return "its items" if spec == "items" else f"dim {spec}"
 
@@ -190,10 +197,13 @@ def _along(spec: Any) -> str:
 # ---- carrying it out
 
 
-def place(flat: Flat, plan: Plan, memo: Memo) -> list[Tree]:
-    """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor."""
+def place(flat: Flat, plan: Plan, memo: Memo, by_rows: Mapping[int, Plan] | None = None) -> list[Tree]:
+    """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
+
+    Where tensors differ in their rows, `by_rows` has the plan for each number of them.
+    """
     columns = [
-        _cut(leaf, spec, plan, flat, i, memo)
+        _cut(leaf, spec, plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan), flat, i, memo)
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
     ]
     return [unflatten(flat.structure, [column[i] for column in columns]) for i in range(len(plan.slots))]

@@ -346,6 +346,18 @@ def test_means_need_the_rows_of_the_replicas():
         Mine(module, TWO, buffers="mean")(numbers(4, 2))
 
 
+def test_means_need_arguments_with_equal_rows():
+    class Pair(Keeps):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            return super().forward(x)
+
+    module = Pair(lambda module, x: module.buffer.add_(1), numbers(2))
+    with pytest.raises(ValueError, match=r"DataParallel: buffers='mean' needs .* equal rows.*buffers='first'"):
+        DataParallel(module, TWO, buffers="mean")(numbers(4, 2), numbers(2))
+    DataParallel(module, TWO)(numbers(4, 2), numbers(2))
+    assert_same_tree(module.buffer, numbers(2) + 1)
+
+
 def test_without_rows_to_weigh_by_there_is_one_replica():
     module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
     with pytest.warns(UserWarning, match="all input tensors were scalars"):

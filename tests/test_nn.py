@@ -281,7 +281,7 @@ def test_scatter_keeps_nothing_alive():
         parts = scatter({"x": x}, cpus(2))
         gather(parts, "cpu")
         with pytest.raises(ValueError, match="rows differ"):
-            scatter((x, numbers(3)), cpus(2))
+            scatter((x, numbers(1)), cpus(2))
         del x, parts
         assert ref() is None
     finally:
@@ -333,11 +333,27 @@ def test_one_positional_argument_that_is_split_and_a_keyword_that_is_not():
     assert (len(args), keywords) == (2, ({"scale": torch.tensor(2.0)},) * 2)
 
 
-def test_arguments_that_differ_in_rows():
+def test_arguments_that_differ_in_their_number_of_chunks():
     with pytest.raises(
         ValueError, match=r"scatter_kwargs: rows differ: inputs\[1\] has 8 along dim 0, kwargs\['y'\] has 6 along dim 0"
     ):
-        scatter_kwargs(("a", numbers(8)), {"y": numbers(6)}, cpus(2))
+        scatter_kwargs(("a", numbers(8)), {"y": numbers(6)}, cpus(4))
+
+
+@pytest.mark.parametrize("slots", COUNTS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8, 9])
+def test_arguments_are_cut_each_by_itself_unless_that_would_lose_rows(rows: int, slots: int):
+    x = numbers(rows, 2)
+    for other in range(10):
+        y = numbers(other)
+        chunks = [tensor.chunk(slots) for tensor in (x, y)]
+        if min(rows, other) > 0 and len(chunks[0]) != len(chunks[1]):
+            with pytest.raises(ValueError, match="rows differ"):
+                scatter((x, {"y": y}), cpus(slots))
+        else:
+            want = [(a, {"y": b}) for a, b in zip(*chunks, strict=False)]
+            assert_same_tree(scatter((x, {"y": y}), cpus(slots)), want)
+            assert [sum(len(a) for a, _ in want), sum(len(b["y"]) for _, b in want)] == [rows, other]
 
 
 def test_scatter_kwargs_along_another_dim():

@@ -69,8 +69,8 @@ class Loan:
             weights = self._weights(len(replicas))
             if len(lent) < len(replicas) or weights is None:
                 raise ValueError(
-                    f"{where}: buffers='mean' needs replicas and rows of its own replicate and scatter; call those of "
-                    "the superclass, or pass buffers='first'"
+                    f"{where}: buffers='mean' needs replicas of its own replicate, and inputs with equal rows that its "
+                    "own scatter has split. Call those of the superclass, or pass buffers='first'"
                 )
             write_means(lent, self._given, weights, self._source(lent[0].device), where)
         elif id(replicas[0]) in self._lent:  # else somebody else's, who shares buffers or does not

@@ -9,8 +9,9 @@ import torch
 from fdp._devices import as_device, as_devices
 from fdp._dims import Plan, chunked, make_plan
 from fdp._join import join
-from fdp._place import Memo, flatten_args, place, plan_args
-from fdp._tree import tensors_in
+from fdp._place import Memo, flatten_args, place, plan_args, rows_of
+from fdp._slots import Slots
+from fdp._tree import Flat, tensors_in
 from fdp._typing import DeviceLike, Tree
 
 Inputs = tuple[tuple[Any, ...], ...]
@@ -42,10 +43,12 @@ def scatter(inputs: Tree, target_gpus: Sequence[DeviceLike | int], dim: int = 0)
         dim: The dimension that is split.
 
     Returns:
-        A tuple of tensors for a tensor, else a list: a tree for each device that has rows, cut as `torch.chunk` does.
+        A tuple of tensors for a tensor, else a list: a tree for each device that has rows. `torch.chunk` cuts each
+        tensor by itself.
 
     Raises:
-        ValueError: Tensors that differ in their rows (torch drops the surplus), a dim out of range, or no such device.
+        ValueError: Tensors that differ in their number of chunks (torch drops the surplus), a dim out of range, or no
+            such device.
         TypeError: An object that holds tensors but is no tree (torch gives every device the whole).
     """
     columns, _ = _split([("inputs", inputs)], as_devices(target_gpus, "scatter"), dim, None, "scatter", on_all=True)
@@ -171,8 +174,28 @@ def _split(
     check_dim(dim, where)
     whole = "override scatter" if where == "DataParallel" else "call fdp.scatter with None in in_dims"
     flats = flatten_args([(name, tree, dim, "dim") for name, tree in named], where, whole)
+    memo: Memo = {}
+    plans = _by_rows(flats, devices) if weights is None else {}
+    if len(plans) > 1:
+        plan = next(iter(plans.values()))._replace(sizes=None)
+        return [place(flat, plan, memo, plans) for flat in flats], plan
     _, plan = plan_args(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
     rows = None if plan.sizes is None else sum(plan.sizes)
     plan = make_plan(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
-    memo: Memo = {}
     return [place(flat, plan, memo) for flat in flats], plan
+
+
+def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[int, Plan]:
+    """A plan for each number of rows that there is, if torch.chunk cuts all of them into equally many parts.
+
+    Such as one copy for each device, beside a batch: `adjacency.repeat(len(devices), 1, 1)`. A tensor without rows is
+    in every part.
+    """
+    found = {rows_of(leaf, spec) for flat in flats for leaf, spec in zip(flat.leaves, flat.specs, strict=True)} - {-1}
+    plans = {rows: make_plan(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
+    parts = {plan.slots: plan.devices for plan in plans.values()}
+    if len(parts) != 1 or any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
+        return {}
+    for slots, used in parts.items():
+        plans |= {0: Plan(slots, used, (0,) * len(slots))} if 0 in found else {}
+    return plans

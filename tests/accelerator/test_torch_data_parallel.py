@@ -141,6 +141,17 @@ class Scalar(nn.Module):
         return {"loss": (x * self.weight).square().mean(), "rows": x * self.weight}
 
 
+class PerDevice(nn.Module):
+    """One of its arguments comes once for each device."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3))
+
+    def forward(self, x: Tensor, mixing: Tensor, *, shift: Tensor) -> Tensor:
+        return (x * self.weight) @ mixing[0] + shift.sum()
+
+
 class Constant(nn.Module):
     def __init__(self):
         super().__init__()
@@ -610,6 +621,20 @@ def test_rows_that_differ():
     assert by_torch(module, ROWS, ROWS[:1]).shape == (4, 3)
     with pytest.raises(ValueError, match=r"rows differ: inputs\[0\] has 8 along dim 0, inputs\[1\] has 1 along dim 0"):
         by_fdp(module, ROWS, ROWS[:1])
+
+
+@pytest.mark.parametrize(("order", "rows", "others"), [((0, 1), 8, 2), ((2, 0, 1), 7, 9), ((0, 1, 2, 3), 2, 2)])
+def test_one_copy_for_each_device(order: Any, rows: int, others: int):
+    """Arguments with other rows, which torch.chunk cuts into as many parts."""
+    results = []
+    for torchs in (False, True):
+        module = PerDevice().to(DEVICES[order[0]])
+        leaves = [t.requires_grad_() for t in (numbers(rows, 3), numbers(others, 3, 3), numbers(rows, 2))]
+        with running(torchs):
+            out = wrapped(torchs, module, order)(leaves[0], leaves[1], shift=leaves[2])
+            loss_of(out).backward()
+        results.append((out, module.weight.grad, [leaf.grad for leaf in leaves]))
+    assert_same(*results)
 
 
 def test_rows_of_keyword_arguments_that_differ():

@@ -64,7 +64,7 @@ bench: $(READY)  ## run the short scripts in benchmarks/
 	@set -e; for script in $(filter-out benchmarks/_% benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
-	$(BIN)/python -m fdp bench --out docs/explanation/peers $(ARGS)
+	$(BIN)/python -m benchmarks.peers --out docs/explanation/peers $(ARGS)
 
 soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")
 	$(BIN)/python benchmarks/soak.py $(ARGS)

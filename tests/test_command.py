@@ -1,6 +1,5 @@
 """`python -m fdp`: exit codes, what is printed where, and what the checks find."""
 
-import functools
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ import torch
 
 import fdp
 from fdp import _terminal
-from fdp._bench import _compare, _report
-from fdp._bench._process import Job
-from fdp._command import _balance, _bench, _check, _copies, _doctor, _hardware, _loopback, _threads, _versions, run
+from fdp._command import _balance, _check, _copies, _doctor, _hardware, _loopback, _threads, _versions, run
 from fdp._command._results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +48,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
     assert "doctor" in capsys.readouterr().out
     assert command("--version") == 0
     assert capsys.readouterr().out == f"fdp {fdp.__version__}\n"
-    for name in ("doctor", "check", "bench"):
+    for name in ("doctor", "check"):
         assert command(name, "--help") == 0
         assert f"python -m fdp {name}" in capsys.readouterr().out
 
@@ -65,10 +61,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
         (["doctor", "--virtual", "0"], "positive number of slots"),
         (["doctor", "--devices", "cuda:99"], "--devices: device 'cuda:99' is not available"),
         (["check"], "required"),
-        (["bench", "--rounds", "1"], "at least 2"),
-        (["bench", "--models", "GPT"], "invalid choice"),
-        (["bench", "--show", "nothing.json"], "--show nothing.json"),
-        (["bench", "--profile", "CNN", "--json"], "has no --json"),
+        (["bench"], "invalid choice: 'bench'"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]):
@@ -82,7 +75,7 @@ def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.Cap
 def test_module_runs_and_the_package_does_not_import_it():
     code = (
         "import fdp, runpy, sys\n"
-        "print([name for name in sys.modules if name.startswith(('fdp._command', 'fdp._bench', 'rich'))])\n"
+        "print([name for name in sys.modules if name.startswith(('fdp._command', 'rich'))])\n"
         "runpy.run_module('fdp', run_name='__main__')"
     )
     done = python("-c", code)
@@ -445,40 +438,3 @@ def test_options_are_those_of_the_assertion():
 
     assert {"in_dims", "out_dims", "kwargs", "has_aux", "dtype", "slots"} <= set(_samples.OPTIONS)
     assert _check.DEFAULT == "sample_inputs"
-
-
-# ---- bench
-
-
-def only_torch(rendezvous: str) -> dict[str, list[Job]]:
-    return {name: _compare.jobs(rendezvous)[name] for name in (_report.PLAIN,)}
-
-
-def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_compare, "measure", functools.partial(_compare.measure, jobs_of=only_torch))
-    monkeypatch.setattr(_bench.importlib.util, "find_spec", lambda name: None)  # as without matplotlib
-    assert command("bench", "--rounds", "2", "--models", "small MLP", "--out", "there", "--json") == 0
-    said = capsys.readouterr()
-    measured = json.loads(said.out)
-    assert len(measured["models"]["small MLP"][_report.PLAIN]) == 2
-    assert measured["command"] == "python -m fdp bench --rounds 2 --models 'small MLP'"
-    assert 'pip install "fdp[bench]"' in said.err
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["there/peers.json"]
-    assert json.loads(Path("there/peers.json").read_text()) == measured
-
-    assert command("bench", "--show", "there/peers.json", "--out", "there") == 0
-    table = capsys.readouterr().out
-    assert re.search(r"^small MLP  torch, all cores \*  +\d+\.\d{3}", table, re.MULTILINE)
-    assert "not measured" in table
-
-
-def test_bench_of_a_contender_that_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def wrong(models: Sequence[str], rounds: int, command: str) -> Any:
-        raise RuntimeError("JAX shard_map, CNN: wrong: loss 3, not 2")
-
-    monkeypatch.setattr(_compare, "measure", wrong)
-    assert command("bench", "--out", str(tmp_path)) == 1
-    assert "wrong: loss 3, not 2" in capsys.readouterr().err

@@ -16,13 +16,13 @@ import fdp
 from tests import public_api
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "fdp").rglob("*.py"))
+FILES = sorted(path for folder in ("fdp", "benchmarks/peers") for path in (ROOT / folder).rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # What an extra brings, and which files may import it, all of them inside functions.
-EXTRAS = {"jax": "fdp/_bench/", "matplotlib": "fdp/_bench/"}
+EXTRAS = {"jax": "benchmarks/peers/", "matplotlib": "benchmarks/peers/"}
 # What comes along: torch's own dependencies and the notebook that shows a picture.
-COMES_ALONG: dict[str, str] = {"numpy": "fdp/_bench/", "IPython": "fdp/"}
+COMES_ALONG: dict[str, str] = {"numpy": "benchmarks/peers/", "IPython": "fdp/"}
 NOT_EVERYWHERE = {"fcntl", "grp", "msvcrt", "pwd", "resource", "termios", "tty", "winreg"}
 
 
@@ -62,7 +62,7 @@ def test_types_are_shipped():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_what_is_imported_is_declared(path: Path):
-    declared = names(PROJECT["dependencies"]) | {"fdp"}
+    declared = names(PROJECT["dependencies"]) | {"fdp", path.relative_to(ROOT).parts[0]}
     for package, at_once in imports(path):
         if package in sys.stdlib_module_names or package in declared:
             continue

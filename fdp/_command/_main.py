@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fdp._command import _bench, _check, _doctor
+from fdp._command import _check, _doctor
 from fdp._command._results import Unusable
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
@@ -14,7 +14,7 @@ NO_READER = 141  # 128 + SIGPIPE
 _EPILOG = """\
 exit codes:
   0    everything is fine
-  1    a check failed, a function differs, a contender is wrong
+  1    a check failed, or a function differs
   2    the command line is wrong, or what it names cannot be run
   130  interrupted by Ctrl-C"""
 
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str], version: str) -> int:
         # The interpreter flushes at exit once more, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except OSError as error:  # a full disk, behind the standard output or a file of bench
+    except OSError as error:  # a full disk, behind the standard output
         print(f"python -m fdp: {error}", file=sys.stderr)
         return 2
 
@@ -43,13 +43,13 @@ def parser(version: str) -> argparse.ArgumentParser:
     """The parser of all commands."""
     root = argparse.ArgumentParser(
         prog="python -m fdp",
-        description="Data parallelism for PyTorch as a pure function: look at this machine, at a function, at speed.",
+        description="Data parallelism for PyTorch as a pure function: look at this machine, and at functions of yours.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"fdp {version}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (_doctor, _check, _bench):
+    for module in (_doctor, _check):
         module.add_to(commands)
     return root
 

@@ -6,6 +6,7 @@ others wait for a request and use no core.
 
 import contextlib
 import importlib
+import io
 import multiprocessing
 import signal
 import time
@@ -14,6 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.peers.models import Figures
 
 PATIENCE = 300.0  # seconds for one answer: the first call of a compiled model takes the longest
 PAUSE = 0.003  # before each measurement, for the idle threads of the one before, which spin for a moment
@@ -38,7 +43,7 @@ class Case(NamedTuple):
     """One forward and backward, and how to read the loss and the gradients of what it returned."""
 
     step: Callable[[], Any]
-    read: Callable[[Any], Any]
+    read: Callable[[Any], Figures]
 
 
 class Contender:
@@ -133,8 +138,6 @@ def _deaf() -> Iterator[None]:
 
 def serve(pipe: Connection, job: Job) -> None:
     """What runs in the child: answer requests until the other end is closed."""
-    import torch
-
     torch.set_num_threads(job.threads)
     case = None
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
@@ -151,16 +154,16 @@ def serve(pipe: Connection, job: Job) -> None:
             except Unavailable as error:
                 pipe.send(("unavailable", str(error)))
             except ModuleNotFoundError as error:
-                pipe.send(("unavailable", f'{error.name} is not installed: pip install "fdp[bench]"'))
+                pipe.send(("unavailable", f'{error.name} is not installed: pip install -e ".[bench]"'))
             except Exception:
                 pipe.send(("failed", traceback.format_exc()))
 
 
-def _figures(case: Case) -> Any:
-    from fdp._tensor import bytes_of  # as torch, only in the child
-
+def _figures(case: Case) -> bytes:
+    """As bytes: a pipe would send tensors as handles of memory that ends with the child."""
     loss, grads = case.read(case.step())
-    return loss, {name: (tuple(grad.shape), bytes_of(grad.float().contiguous())) for name, grad in grads.items()}
+    torch.save((loss, {name: grad.float() for name, grad in grads.items()}), file := io.BytesIO())
+    return file.getvalue()
 
 
 def _span(case: Case, repeats: int) -> tuple[float, float]:

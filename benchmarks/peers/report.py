@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fdp._terminal import Row, line, table
-from fdp._workers import cores
-
 PLAIN, LIMIT = "torch, all cores", "one shard alone (limit)"
 SEQUENTIAL, THREADS, COMPILED = "fdp sequential", "fdp threads", "fdp threads, compiled"
 MESH, DDP, JAX = "fdp over gloo", "DDP over gloo", "JAX shard_map"
@@ -22,6 +19,7 @@ TARGETS: dict[tuple[str, str], dict[str, float]] = {
     (MESH, DDP): dict.fromkeys(("small MLP", "wide MLP", "CNN", "transformer", "LSTM"), 1.0),
     (COMPILED, JAX): dict.fromkeys(("small MLP", "wide MLP", "CNN", "transformer", "LSTM"), 1.0),
 }
+Row = Sequence[str]
 Times = dict[str, list[float]]  # seconds a call of each contender, round by round
 
 
@@ -66,20 +64,37 @@ def show(report: dict[str, Any]) -> None:
     """Print the table, the targets, and who did not take part."""
     models = report["models"]
     head = ["model", "contender", "median ms", "quartiles ms", "/ torch", "/ best peer", "/ limit"]
-    table("Forward and backward", head, [rows_of(*item) for item in models.items()])
-    line("* the best peer of the model. Ratios are medians of the ratios within a round; smaller is faster.")
-    line()
+    print_table("Forward and backward", head, [row for item in models.items() for row in rows_of(*item)])
+    print("* the best peer of the model. Ratios are medians of the ratios within a round; smaller is faster.\n")
     head = ["model", "ratio", "target", "measured", ""]
-    table("Targets, set on a machine with two cores", head, [targets_of(*item) for item in models.items()])
+    rows = [row for item in models.items() for row in targets_of(*item)]
+    print_table("Targets, set on a machine with two cores", head, rows)
     load, count = report["machine"]["load before"], report["machine"]["cores"]
     if load is not None and load > 0.3 * count:
-        line(f"The load was {load:.1f} on {count} cores before the run: others worked too, and these figures are bad.")
+        print(f"The load was {load:.1f} on {count} cores before the run: others worked too, and these figures are bad.")
     for name, reason in report["skipped"].items():
-        line(f"skipped {name}: {reason}")
+        print(f"skipped {name}: {reason}")
+
+
+def print_table(title: str, head: Row, rows: Sequence[Row], left: int = 2) -> None:
+    """Print rows in columns as wide as what stands in them; the first `left` hold words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    print(title)
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def surroundings(command: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Targets, as ratios. fdp threads to plain torch: small MLP 1.4, wide MLP 1.2, CNN
 DDP: 0.8, 0.65, 0.95, 0.9, 0.95. With two processes fdp is no slower than DDP; fdp compiled is ahead of JAX.
 """
 
+import io
 import random
 import statistics
 import sys
@@ -19,10 +20,10 @@ from typing import Any
 
 import torch
 
-from fdp._bench import _report as report
-from fdp._bench._models import SPECS, Figures, first_part, oracle
-from fdp._bench._process import Contender, Job, Unavailable, opened
-from fdp._workers import cores
+from benchmarks.peers import report
+from benchmarks.peers.models import SPECS, Figures, first_part, oracle
+from benchmarks.peers.process import Contender, Job, Unavailable, opened
+from benchmarks.peers.report import cores
 
 SLOTS = 2
 BURST = 0.02  # seconds that a measurement should last
@@ -33,8 +34,8 @@ def jobs(rendezvous: str) -> dict[str, list[Job]]:
     every = cores()
     share = max(1, every // SLOTS)
 
-    def job(function: str, threads: int = every, rank: int = 0, module: str = "fdp._bench._torch") -> Job:
-        return Job(module, function, rank, SLOTS, threads, rendezvous)
+    def job(function: str, threads: int = every, rank: int = 0, module: str = "with_torch") -> Job:
+        return Job(f"{__package__}.{module}", function, rank, SLOTS, threads, rendezvous)
 
     return {
         report.PLAIN: [job("plain")],
@@ -45,7 +46,7 @@ def jobs(rendezvous: str) -> dict[str, list[Job]]:
         report.MESH: [job("fdp_mesh", share, rank) for rank in range(SLOTS)],
         report.DDP: [job("ddp", share, rank) for rank in range(SLOTS)],
         # These are torch's threads; XLA has its own.
-        report.JAX: [job("jax_shard_map", 1, module="fdp._bench._jax")],
+        report.JAX: [job("jax_shard_map", 1, module="with_jax")],
     }
 
 
@@ -78,10 +79,8 @@ def load(contenders: dict[str, Contender], model: str, skipped: dict[str, str]) 
             continue
         # Equal parts have the mean of the whole, unless each part is normalised by its own statistics.
         right = {report.PLAIN: whole, report.LIMIT: part}.get(name, parts)
-        for loss, sent in contender.ask("check"):
-            grads = {key: torch.frombuffer(bytearray(data), dtype=torch.float32) for key, (_, data) in sent.items()}
-            figures = loss, {key: grads[key].reshape(shape) for key, (shape, _) in sent.items()}
-            check(f"{name}, {model}", figures, right, SPECS[model].tolerance)
+        for sent in contender.ask("check"):
+            check(f"{name}, {model}", torch.load(io.BytesIO(sent)), right, SPECS[model].tolerance)
         ready.append(contender)
     if not SPECS[model].normalises:
         check(f"whole and parts, {model}", whole, parts, SPECS[model].tolerance)

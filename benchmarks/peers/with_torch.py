@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fdp._bench._models import Figures, build, loss_and_gradients
-from fdp._bench._process import Case, Job, Unavailable
-from fdp._devices import virtual_devices
-from fdp._executors import thread_safe
-from fdp._functional import functional
-from fdp._grad import value_and_grad
-from fdp.distributed._init import init
+import fdp
+from benchmarks.peers.models import Figures, build, loss_and_gradients
+from benchmarks.peers.process import Case, Job, Unavailable
 
 # A rank whose partner has failed gives up after this.
 GLOO_TIMEOUT = datetime.timedelta(seconds=120)
@@ -59,20 +55,20 @@ def fdp_compiled(job: Job, name: str) -> Case:
 
 def _fdp_case(job: Job, name: str, executor: Any, *, compiled: bool) -> Case:
     model, x, y = build(name)
-    step, args = fdp_step(model, virtual_devices(job.slots), executor, compiled=compiled)
+    step, args = fdp_step(model, fdp.virtual_devices(job.slots), executor, compiled=compiled)
     return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 
 def fdp_step(model: torch.nn.Module, devices: Any, executor: Any, *, compiled: bool = False) -> tuple[Any, Any]:
     """What a user of fdp writes: a function of `(params, buffers, x, y)`, and the first two of its arguments."""
-    apply, state = functional(model)
+    apply, state = fdp.functional(model)
 
     def loss(params: Any, buffers: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out, _ = apply((params, buffers), x)
         return F.cross_entropy(out, y)
 
-    fn = thread_safe(torch.compile(loss) if compiled else loss)
-    return value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
+    fn = fdp.thread_safe(torch.compile(loss) if compiled else loss)
+    return fdp.value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
 
 
 def fdp_mesh(job: Job, name: str) -> Case:
@@ -80,7 +76,7 @@ def fdp_mesh(job: Job, name: str) -> Case:
     _join(job)
     model, x, y = build(name)
     x, y = x.tensor_split(job.slots)[job.rank].clone(), y.tensor_split(job.slots)[job.rank].clone()
-    step, args = fdp_step(model, init(), "auto")
+    step, args = fdp_step(model, fdp.distributed.init(), "auto")
     return Case(lambda: step(*args, x, y), lambda out: (out[0].item(), out[1]))
 
 

@@ -4,7 +4,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fdp._bench._report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
+from benchmarks.peers.report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
 
 # Okabe and Ito's colours: told apart also by people who are colour-blind. fdp is blue, peers are not.
 COLOURS = {

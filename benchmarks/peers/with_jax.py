@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fdp._bench._models import Figures, build
-from fdp._bench._process import Case, Job, Unavailable
+from benchmarks.peers.models import Figures, build
+from benchmarks.peers.process import Case, Job, Unavailable
 
 Params = dict[str, Any]
 
@@ -24,7 +24,7 @@ def jax_shard_map(job: Job, name: str) -> Case:
     try:
         import jax
     except ImportError:
-        raise Unavailable('JAX is not installed: pip install "fdp[bench]"') from None
+        raise Unavailable('JAX is not installed: pip install -e ".[bench]"') from None
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((job.slots,), ("data",))

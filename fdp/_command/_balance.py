@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fdp._command._hardware import properties
 from fdp._command._results import Result
-from fdp._devices import imbalance
 
 EQUAL = 0.85  # a device that reaches this share of the fastest one is taken for as fast
 _SIDE = {"cpu": 512}  # of the square matrices; accelerators need large ones to show what they can
 _LARGE_SIDE = 2048
 _PRODUCTS = 4  # a measurement
-_SECONDS, _MEASUREMENTS = 0.5, (3, 9)  # until the time is over: at least, at most
+_MEASUREMENTS = 5
 
 Rate = Callable[[torch.device], float]
 
@@ -24,47 +22,39 @@ def product_rate(device: torch.device) -> float:
     """Floating-point operations a second, in products of float32 matrices: the median of some measurements."""
     side = _SIDE.get(device.type, _LARGE_SIDE)
     factor = torch.ones(side, side, device=device)
-    least, most = _MEASUREMENTS
-    _seconds(factor)  # the first time kernels are loaded
-    times, end = [], time.perf_counter() + _SECONDS
-    while len(times) < least or (len(times) < most and time.perf_counter() < end):
-        times.append(_seconds(factor))
-    return _PRODUCTS * 2 * side**3 / statistics.median(times)
 
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
-def _seconds(factor: torch.Tensor) -> float:
-    _wait(factor.device)
-    start = time.perf_counter()
-    for _ in range(_PRODUCTS):
-        torch.mm(factor, factor)
-    _wait(factor.device)
-    return time.perf_counter() - start
+    def seconds() -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            torch.mm(factor, factor)
+        wait()
+        return time.perf_counter() - start
 
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    seconds()  # the first time kernels are loaded
+    return _PRODUCTS * 2 * side**3 / statistics.median(seconds() for _ in range(_MEASUREMENTS))
 
 
 def check_balance(devices: Sequence[torch.device], rate: Rate = product_rate) -> Result:
-    """Compare the devices by their figures and by measuring; say which `weights=` give each what it can do."""
+    """Measure the devices; say which `weights=` give each what it can do."""
     rates = {device: rate(device) for device in dict.fromkeys(devices)}
     speeds = {str(device): round(each / 1e9, 1) for device, each in rates.items()}
-    details = {"gflops": speeds, "weights": None}
+    weights = weights_of(devices, rates)
+    details = {"gflops": speeds, "weights": weights}
     if len(rates) == 1:
         (gflops,) = speeds.values()
         return Result("balance", "ok", f"one device, {gflops:,} GFLOP/s: slots need no weights", details=details)
     lines = [f"{device}: {gflops:,} GFLOP/s in products of float32 matrices" for device, gflops in speeds.items()]
-    weights = weights_of(devices, rates)
-    unequal = _unequal(list(rates))
     if weights is None:
-        summary = "the devices are equally fast: slots need no weights"
-        return Result("balance", "warning" if unequal else "ok", summary, unequal, lines, details)
-    shares = f"weights={weights}"
-    advice = f"pass {shares}, or leave the slow ones out; measure your own model before you keep them"
-    if unequal is None and len({device.type for device in rates}) == 1:
-        advice = f"if nothing else ran on them, pass {shares}: the devices have the same memory and cores"
-    details |= {"weights": weights}
+        return Result("balance", "ok", "the devices are equally fast: slots need no weights", None, lines, details)
+    advice = (
+        f"if nothing else ran on them, pass weights={weights}, or leave the slow ones out; measure your own model "
+        "before you keep them"
+    )
     return Result("balance", "warning", "the slots are not equally fast", advice, lines, details)
 
 
@@ -83,11 +73,3 @@ def weights_of(devices: Sequence[torch.device], rates: Mapping[torch.device, flo
     if min(shares) >= EQUAL * fastest:
         return None
     return [round(max(share / fastest, 0.01), 2) for share in shares]
-
-
-def _unequal(devices: Sequence[torch.device]) -> str | None:
-    """What to say of GPUs with different memory or cores."""
-    if any(device.type != "cuda" for device in devices):
-        return None
-    known = [properties(device) for device in devices]
-    return imbalance(devices, [[each["memory"], each["cores"]] for each in known])

@@ -1,4 +1,4 @@
-"""`python -m fdp doctor`: whether fdp will work on this machine, and how well."""
+"""`python -m fdp doctor`: what fdp finds on this machine, and what is wrong with it."""
 
 import argparse
 import contextlib
@@ -11,11 +11,9 @@ import torch
 
 from fdp._command._balance import check_balance
 from fdp._command._copies import check_copies
-from fdp._command._hardware import check_devices
+from fdp._command._hardware import check_devices, check_threads
 from fdp._command._loopback import check_distributed
 from fdp._command._results import Result, add_devices, chosen_devices, print_document, worst
-from fdp._command._slots import check_slots
-from fdp._command._threads import check_threads
 from fdp._command._versions import check_versions
 from fdp._devices import available_devices, virtual_devices
 from fdp._terminal import is_terminal, line
@@ -24,7 +22,7 @@ Check = Callable[[], Result]
 
 _DESCRIPTION = """\
 Look at this machine: versions, devices and their balance, whether copies between every two devices arrive as they were,
-whether shards in threads compute what they should, and whether processes can meet. It takes a few seconds."""
+threads and cores, and whether processes can meet. It takes a few seconds."""
 
 
 def add_to(commands: Any) -> None:
@@ -60,8 +58,7 @@ def checks_of(devices: Sequence[torch.device], version: str) -> dict[str, Check]
         "devices": functools.partial(check_devices, devices),
         "balance": functools.partial(check_balance, devices),
         "copies": functools.partial(check_copies, devices),
-        "slots": functools.partial(check_slots, devices),
-        "threads": functools.partial(check_threads, devices),
+        "threads": check_threads,
         "distributed": check_distributed,
     }
 

@@ -1,6 +1,7 @@
-"""Which devices there are, and whether each of them computes."""
+"""Which devices there are, whether each of them computes, and how many threads torch uses on how many cores."""
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,22 @@ def described(known: dict[str, Any]) -> str:
     if "capability" in known:
         parts.append(f"compute capability {known['capability']}")
     return ", ".join(parts)
+
+
+def check_threads() -> Result:
+    """How many threads torch uses inside operations, on how many cores, and whether there is a GIL."""
+    intra, own, every = torch.get_num_threads(), cores(), os.cpu_count()
+    ask = getattr(sys, "_is_gil_enabled", None)  # since Python 3.13
+    gil = True if ask is None else ask()
+    status, advice = "ok", None
+    if not gil:
+        status, advice = "warning", "fdp was not tested without the GIL: PYTHON_GIL=1 switches it on"
+    elif intra > own:
+        status, advice = "warning", f"more threads than cores slow torch down: set OMP_NUM_THREADS={own}"
+    may_use = f"{own} cores" if own == every else f"the {own} of {every} cores that this process may use"
+    summary = f"torch uses {intra} threads on {may_use}; Python runs {'with' if gil else 'without'} the GIL"
+    details = {"torch_threads": intra, "cores": own, "cores_of_machine": every, "gil": gil}
+    return Result("threads", status, summary, advice, details=details)
 
 
 def _wrong(device: torch.device) -> str | None:

@@ -45,6 +45,8 @@ class Result(NamedTuple):
     loss: torch.Tensor
     aux: Tree
     grads: list[list[torch.Tensor | None]]
+    aliases: Sequence[torch.Tensor] = ()
+    """What the graph of the others leads to: they stand for the leaves."""
 
 
 class Forward(NamedTuple):
@@ -128,7 +130,10 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
     if not graph:  # without one the gradients are detached as they are
         values = [(loss.detach(), _detached(aux, where)) for loss, aux in values]
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
-    return [Result(*value, f.inputs.cut(g)) for f, value, g in zip(forwards, values, grads, strict=True)]
+    return [
+        Result(*value, f.inputs.cut(g), f.aliases if graph else ())
+        for f, value, g in zip(forwards, values, grads, strict=True)
+    ]
 
 
 def forward(problem: Problem, shard: Shard, *, attached: bool) -> Forward:

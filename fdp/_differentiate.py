@@ -98,6 +98,7 @@ class Differentiation:
         )
         losses: list[Any] = [None] * len(call.shards)
         auxes = list(losses)
+        aliases: list[torch.Tensor] = []
         with call.part():
             gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
             if call.across is not None:
@@ -106,6 +107,7 @@ class Differentiation:
 
             def take(i: int, result: Result) -> None:
                 losses[i], auxes[i] = result.loss, result.aux
+                aliases.extend(result.aliases)
                 gradients.add(i, result.grads, [call.shards[i].args[p] for p in positions])
 
             weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
@@ -113,7 +115,9 @@ class Differentiation:
             rows = weights.own if self.reduction == "mean" else call.plan.sizes
             part = None
             if call.across is not None:
-                part = self._part(call, gradients, list(zip(losses, auxes, strict=True)), rows, weights, target)
+                outs = list(zip(losses, auxes, strict=True))
+                call.check_captured([outs, gradients.sums()], aliases)
+                part = self._part(call, gradients, outs, rows, weights, target)
         if part is not None:
             ours = gradients.ours()  # before others refer to them
             (value, aux), sums = part.finish(call.inputs(), gradients.sums(), ours)
@@ -140,7 +144,6 @@ class Differentiation:
         assert across is not None
         whole = weights.whole() if self.reduction == "mean" else across.rows
         part = Part(across, outs, (self.reduction, self.aux_dims), rows, whole, target or call.device, self.where)
-        call.check_captured([outs, gradients.sums()])
         across.ends_with(part.place(gradients.sums()))
         if outs:
             ours = gradients.ours()

@@ -232,6 +232,8 @@ GRADIENTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "inputs": (loss, ((0, 1),), {"in_dims": (None, 0, 0)}),
     "inputs-alone": (loss, (2,), {"in_dims": (None, 0, 0)}),
     "not-differentiable": (loss, (), {"create_graph": False}),
+    "differentiable": (loss, (), {"create_graph": True}),
+    "differentiable-microbatches": (loss, (), {"create_graph": True, "microbatches": 2}),
     "collectives": (centred, (), {}),
 }
 

@@ -71,6 +71,33 @@ def test_second_order(two: Pool, how: str):
             torch.testing.assert_close(found, expected)
 
 
+def bent(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return ((x @ p["w"]).tanh() * p["scale"].square()).sum()
+
+
+def of_a_part(devices: Any, create_graph: bool | None, x: torch.Tensor) -> torch.Tensor:
+    """A gradient of a gradient in parameters of which only one requires grad."""
+    p = {"w": torch.full((3,), 0.1, dtype=torch.float64), "scale": torch.tensor(1.5, dtype=torch.float64)}
+    p["w"].requires_grad_()
+    grads = fdp.grad(bent, devices=devices, reduction="sum", create_graph=create_graph)(p, x)
+    (grads["w"].square().sum() + 3 * grads["scale"]).backward()
+    assert p["w"].grad is not None
+    return p["w"].grad
+
+
+def of_own_part(mesh: Any, create_graph: bool | None, rows: tuple[int, int]) -> torch.Tensor:
+    x = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    return of_a_part(mesh, create_graph, x.split(rows)[mesh.rank])
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (2, 0)])
+@pytest.mark.parametrize("create_graph", [None, True])
+def test_second_order_where_some_parameters_are_frozen(two: Pool, create_graph: bool | None, rows: tuple[int, int]):
+    expected = of_a_part("cpu", create_graph, torch.arange(6, dtype=torch.float64).reshape(2, 3))
+    for found in two(of_own_part, 1, create_graph, rows):
+        torch.testing.assert_close(found, expected)
+
+
 def forward_mode(mesh: Any) -> Any:
     x, w = torch.ones(1 - mesh.rank, 3), torch.ones(3)
     call = lambda w: fdp.dp_apply(curve, w, x, mesh, out_dims="sum")  # noqa: E731

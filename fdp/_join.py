@@ -67,8 +67,8 @@ def join(
 
 def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int) -> Any:
     if spec == "items":
-        name = flat.path(index)
-        return type(column[0])(chain.from_iterable(to_device(value, device, name) for value in column))
+        name, memo = flat.path(index), {}
+        return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))
     if spec is None:
         column = column[:1]  # the others are not moved in vain
     moved = [copy(value, device, flat, index) if isinstance(value, torch.Tensor) else value for value in column]

@@ -16,7 +16,7 @@ from fdp._typing import AUTO, Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
 
-Memo = dict[tuple[int, Any], list[Any]]
+Memo = dict[tuple[int, Any], Any]  # the pieces of a tensor along a dim, and its copies on devices
 
 
 def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole: str = _WHOLE) -> list[Flat]:
@@ -212,11 +212,13 @@ def place(flat: Flat, plan: Plan, memo: Memo, by_rows: Mapping[int, Plan] | None
 def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
     """What each shard gets of a leaf."""
     if isinstance(leaf, torch.Tensor):
+        if spec is None or plan.sizes is None or len(plan.slots) == 1:
+            return [_on(leaf, device, flat, index, memo) for device in plan.devices]
         if torch.compiler.is_compiling():
-            return _cut_tensor(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
+            return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
         key = (id(leaf), spec)
         if key not in memo:
-            memo[key] = _cut_tensor(leaf, spec, plan, flat, index)
+            memo[key] = _pieces(leaf, spec, plan, flat, index)
         return memo[key]
     if isinstance(leaf, Slots):
         return _cut_slots(leaf, spec, plan, flat.path(index))
@@ -224,18 +226,26 @@ def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -
         path = flat.path(index)
         ranges = [rows for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
         return [
-            to_device(leaf[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]")
+            to_device(leaf[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]", memo)
             for rows, device in zip(ranges, plan.devices, strict=True)
         ]
     return [leaf] * len(plan.slots)
 
 
-def _cut_tensor(tensor: torch.Tensor, spec: int | None, plan: Plan, flat: Flat, index: int) -> list[torch.Tensor]:
-    if spec is not None and plan.sizes is not None:
-        parts = zip(split(tensor, plan.sizes, spec), plan.devices, strict=True)
-        return [copy(part, device, flat, index) for part, device in parts]
-    on = {device: copy(tensor, device, flat, index) for device in dict.fromkeys(plan.devices)}
-    return [on[device] for device in plan.devices]
+def _pieces(tensor: torch.Tensor, dim: int, plan: Plan, flat: Flat, index: int) -> list[torch.Tensor]:
+    assert plan.sizes is not None
+    parts = zip(split(tensor, plan.sizes, dim), plan.devices, strict=True)
+    return [copy(part, device, flat, index) for part, device in parts]
+
+
+def _on(tensor: torch.Tensor, device: torch.device, flat: Flat, index: int, memo: Memo) -> torch.Tensor:
+    """A whole tensor on a device: the copy that is there, if there is one."""
+    if torch.compiler.is_compiling():
+        return copy(tensor, device, flat, index)
+    key = (id(tensor), device)
+    if key not in memo:
+        memo[key] = copy(tensor, device, flat, index)
+    return memo[key]
 
 
 def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
@@ -255,10 +265,11 @@ def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
     return shards
 
 
-def to_device(tree: Tree, device: torch.device, name: str) -> Tree:
+def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
     """The tree, which is called `name`, with every tensor on a device."""
-    flat = flatten(tree, name)
+    flat, memo = flatten(tree, name), {} if memo is None else memo
     leaves = [
-        copy(leaf, device, flat, i) if isinstance(leaf, torch.Tensor) else leaf for i, leaf in enumerate(flat.leaves)
+        _on(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
+        for i, leaf in enumerate(flat.leaves)
     ]
     return unflatten(flat.structure, leaves)

@@ -13,9 +13,9 @@ from fdp._untraced import leave_alone
 
 
 class Watch(NamedTuple):
-    """The tensors that the function can reach, the leaf that each belongs to, and the versions that they had."""
+    """The tensors that the function can reach, what each belongs to, a tensor in a leaf, and the versions they had."""
 
-    owners: list[tuple[Flat, int]]
+    owners: list[tuple[Flat, int, torch.Tensor]]
     tensors: list[torch.Tensor]
     versions: list[int]
 
@@ -25,16 +25,18 @@ class Watch(NamedTuple):
         if torch.compiler.is_compiling():  # reading versions breaks the graph
             return cls([], [], [])
         owners, tensors = [], []
+        copies: dict[int, list[torch.Tensor]] = {}
+        for (number, _), found in memo.items():
+            copies.setdefault(number, []).extend([found] if isinstance(found, torch.Tensor) else found)
         transformed = torch._C._are_functorch_transforms_active()
         for flat in flats:
-            for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
-                copies = memo[id(leaf), spec] if isinstance(leaf, torch.Tensor) else ()
+            for i, tensor in ((i, tensor) for i, leaf in enumerate(flat.leaves) for tensor in leaf_tensors(leaf)):
                 # Views share the version of what they are views of.
-                moved = [tensor for tensor in copies if tensor.device != leaf.device]
-                own = [tensor for tensor in (*leaf_tensors(leaf), *moved) if not tensor.is_inference()]
+                moved = [other for other in copies.get(id(tensor), ()) if other.device != tensor.device]
+                own = [other for other in (tensor, *moved) if not other.is_inference()]
                 if transformed:  # a write under vmap shows in the version of what is batched
-                    own = [layer for tensor in own for layer in layers(tensor)]
-                owners += [(flat, i)] * len(own)
+                    own = [layer for other in own for layer in layers(other)]
+                owners += [(flat, i, tensor)] * len(own)
                 tensors += own
         return cls(owners, tensors, [tensor._version for tensor in tensors])
 
@@ -44,20 +46,20 @@ class Watch(NamedTuple):
         if versions == self.versions:
             return
         written = [i for i, (old, new) in enumerate(zip(self.versions, versions, strict=True)) if old != new]
-        paths = ", ".join(dict.fromkeys(path for i in written for path in _paths_of(self.tensors[i], *self.owners[i])))
+        paths = ", ".join(dict.fromkeys(path for i in written for path in _paths_of(*self.owners[i])))
         raise RuntimeError(
             f"{where}: the function wrote in place to {paths}. It must be pure: work on x.clone(), or return the new "
             "value. The tensors that were passed may hold the change already"
         )
 
 
-def _paths_of(tensor: torch.Tensor, flat: Flat, index: int) -> list[str]:
+def _paths_of(flat: Flat, index: int, tensor: torch.Tensor) -> list[str]:
     """Where a tensor stands, also inside a leaf that holds several."""
     leaf, path = flat.leaves[index], flat.path(index)
     if isinstance(leaf, torch.Tensor):
         return [path]
     inner = flatten(leaf.shards if isinstance(leaf, Slots) else leaf, path)
-    return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor] or [path]
+    return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
 
 
 def leaf_tensors(leaf: Any) -> Sequence[torch.Tensor]:

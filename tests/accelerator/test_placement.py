@@ -87,6 +87,40 @@ def test_a_device_without_index_is_the_slots_own(executor: Any):
     assert_close_tree(out.cpu(), ROWS + 1)
 
 
+# ---- what was one tensor, and what is written to
+
+
+def shared(tree: Any) -> list[int]:
+    """For each tensor the place where the same object stands first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors_of(tree))]
+
+
+def test_tensors_that_are_tied_stay_tied():
+    x, name = numbers(4, 4), numbers(2)
+    tree, dims = (x, x, x, [name, name, x[0], name], name), (0, 1, None, "items", None)
+    for devices, tied, copies in ((DEVICES[:1], [0, 0, 0, 3, 3, 5, 3, 3], 3), (DEVICES[:2], [0, 1, 2, 3, 3, 3], 9)):
+        sharded = fdp.scatter(tree, devices, dims)
+        assert shared(sharded[0]) == shared(fdp.scatter(tree, ["cpu"] * len(devices), dims)[0]) == tied
+        with record_copies() as log:
+            fdp.scatter(tree, devices, dims)
+        assert len(log) == copies
+    assert shared(fdp.gather(sharded, ("list", "list", None, "items", None))[3])[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_write_to_an_element_is_an_error(transformed: bool):
+    def write(w: Tensor, items: list[Tensor]) -> Tensor:
+        items[0].detach().add_(1)
+        return w * items[0].sum()
+
+    def call(w: Tensor) -> Tensor:
+        return fdp.dp_apply(write, w, [numbers(2) for _ in range(4)], DEVICES[:2], in_dims="items", out_dims="sum")
+
+    with pytest.raises(RuntimeError, match=r"wrote in place to inputs\[0\], inputs\[2\]"):
+        (torch.func.grad(call) if transformed else call)(numbers())
+
+
 # ---- values and places
 
 

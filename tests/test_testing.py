@@ -205,18 +205,18 @@ PROJECTED = {"w": numbers(3, 2), "unused": numbers(1)}
 NORMALISING = model(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 ROW_OF_EACH = numbers(7, 2)
 BATCH = ({"x": X, "n": Y, "a": numbers(3).numpy()}, {"in_dims": {"x": 0, "n": 0, "a": None}})
-MEET, POSITION, NUMBER = "rows that see each other", "its position in the batch", "how many there are, as in x / len"
+MEET, UNKNOWN = "rows that see each other", "No usual cause fits: look for what depends on how many rows"
 WRONG: dict[str, tuple[Any, ...]] = {
     # what differs, why, the function, its arguments
     "softmax": (r"out differs on 2 slots, executor 'sequential'.* all 7 rows", MEET, lambda w, x: x.softmax(0), W, X),
     "cumsum": ("out differs", MEET, lambda w, x: x.cumsum(0), W, X),
     "reverse-cumsum": ("out differs", MEET, lambda w, x: x.flip(0).cumsum(0).flip(0), W, X),
     "batch-norm": (r"out\[0\] differs .*more too, from out\[1\]\['1.running_var'\]", MEET, *NORMALISING, X),
-    "position": ("out differs", POSITION, lambda w, x: predict(w, x) + torch.arange(len(x))[:, None], W, X),
-    "number": (r"out\['a'\] differs", NUMBER, joined(b=torch.exp, a=lambda out: out / len(out)), W, X),
+    "position": ("out differs", UNKNOWN, lambda w, x: predict(w, x) + torch.arange(len(x))[:, None], W, X),
+    "number": (r"out\['a'\] differs", UNKNOWN, joined(b=torch.exp, a=lambda out: out / len(out)), W, X),
     "number-of-rows": (r"ValueError: dp_apply: out\['a'\] differs", "not made row by row", joined(a=len), W, X),
     "pairs": (r"ValueError: dp_apply: out has shapes \(4, 4\), \(3, 3\)", "row by row", lambda w, x: x @ x.T, W, X),
-    "pairs-even": (r"shape \(8, 4\), where one device has \(8, 8\)", "matrix", lambda w, x: x @ x.T, W, numbers(8, 3)),
+    "pairs-even": (r"shape \(8, 4\), where one device has \(8, 8\)", MEET, lambda w, x: x @ x.T, W, numbers(8, 3)),
     "list-of-rows": (
         "out is a list of 4, where one device has a list of 8",
         "items",
@@ -228,16 +228,16 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "closed-over": ("RuntimeError: The size", "every slot gets whole", lambda w, x: predict(w, x) * ROW_OF_EACH, W, X),
     "one-result": (
         r"shape \(6,\), where one device has \(3,\)",
-        "one result for the whole",
+        "'sum' gives it right",
         lambda w, x: x.sum(0),
         W,
         X,
     ),
-    "rows-as-mean": (r"shape \(4, 2\)", "choose 0 in out_dims", predict, W, numbers(8, 3), {"out_dims": "mean"}),
+    "rows-as-mean": (r"shape \(4, 2\)", "0 gives it right", predict, W, numbers(8, 3), {"out_dims": "mean"}),
     "sum-as-mean": (r"out\['s'\]", "'sum' gives it right", joined(s=torch.sum), W, X, {"out_dims": "mean"}),
     "mean-as-sum": (r"out\['s'\]", "'mean' gives it right", joined(s=torch.mean), W, X, {"out_dims": {"s": "sum"}}),
     "slot-0": (r"out\['m'\]", "'max' gives it right", joined(m=torch.amax), W, X, {"out_dims": {"m": None}}),
-    "std": (r"out\['s'\]", "neither sum, mean", joined(s=torch.std), W, X, {"out_dims": "mean"}),
+    "std": (r"out\['s'\]", UNKNOWN, joined(s=torch.std), W, X, {"out_dims": "mean"}),
     "dropout": ("out differs between two calls", "random numbers", lambda w, x: F.dropout(x), W, X),
     "python-random": (r"out differs between two", "random numbers", lambda w, x: x * random.random(), W, X),
     "random-structure": (
@@ -247,10 +247,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
         W,
         X,
     ),
-    "seeds-itself": ("out differs on 2", "it seeds and draws its own", seeds_itself, W, X),
+    "seeds-itself": ("out differs on 2", UNKNOWN, seeds_itself, W, X),
     "backward": (
         r"grads\['w'\] differs on 2 slots.*more too, from grads of inputs",
-        "use[sd] other rows, or their number.*2 times those of one device",
+        "The values agree and the gradients do not: look for a backward",
         lambda p, x: DividesByRows.apply(x @ p["w"]),
         PROJECTED,
         numbers(8, 3),
@@ -282,11 +282,18 @@ WRONG: dict[str, tuple[Any, ...]] = {
         W,
         (X, torch.where(torch.arange(7) < 4, -100, Y)),
     ),
-    "loss-root": ("loss differs", "a root, logarithm", lambda w, x: predict(w, x).square().mean().sqrt(), W, X),
+    "loss-root": (
+        "loss differs",
+        "a root of a mean",
+        lambda w, x: predict(w, x).square().mean().sqrt(),
+        W,
+        X,
+    ),
+    "loss-no-params": ("loss differs", UNKNOWN, lambda _, x: x.square().sum().sqrt(), None, X),
     "loss-pairs": ("loss differs", MEET, contrastive, W, X),
     "loss-gradient": (
         r"grads\['w'\] differs",
-        "a backward that uses other rows, or their number",
+        "The values agree and the gradients do not",
         lambda p, x: DividesByRows.apply(x @ p["w"]).mean(),
         PROJECTED,
         X,
@@ -309,7 +316,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "rounding": (
         "out differs",
-        "rounding: in float64 it agrees",
+        "pass dtype=torch.float64: what agrees there is rounding",
         lambda w, x: (x @ w).sum(0),
         numbers(99, 5).float(),
         numbers(999, 99).float(),
@@ -368,7 +375,7 @@ def test_one_slot_gives_the_same_bits():
     def fn(w: Any, x: torch.Tensor) -> torch.Tensor:
         return predict(w, x) * (1 if current_slot() is None else 1 + 1e-15)
 
-    match = r"out differs on 1 slot, executor 'sequential'.*expected the same bits.*on one slot it gets the same"
+    match = r"out differs on 1 slot, executor 'sequential'.*expected the same bits.*or on state"
     with pytest.raises(AssertionError, match=match):
         assert_data_parallel(fn, W, X)
 

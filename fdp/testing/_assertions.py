@@ -75,8 +75,8 @@ def assert_data_parallel(
 
     Raises:
         AssertionError: Values or gradients differ, `fn` raises on several slots only, writes in place, or gives other
-            results when called again. The message names the first leaf that differs, and the usual cause as far as it
-            can be told by trying.
+            results when called again. The message names the first leaf that differs, and the cause if one of the usual
+            ones fits when tried.
         ValueError: Nothing is split, there are fewer than 2 rows, or options do not fit; what `dp_apply` and
             `value_and_grad` raise on one slot.
         TypeError: The same.

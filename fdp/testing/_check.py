@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from fdp._typing import Executor
 from fdp.testing._case import WHERE, Case, Run
-from fdp.testing._causes import cause_of, cause_of_error
+from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError
 from fdp.testing._sample import Arguments
 
@@ -67,10 +67,16 @@ def _told(case: Case, whole: Run, n: int, executor: Executor, place: str) -> Ite
     except Exception as error:
         if n == 1:  # misuse
             raise
+        cause = agrees_in_sequence(case, whole, n, executor) or (
+            "an output that is not made row by row, or is joined in another way than it is made"
+            if str(error).startswith(("dp_apply: ", "value_and_grad: "))
+            else "a fixed batch size, or a tensor that every slot gets whole although it has a row for each of the "
+            "batch (None in in_dims, or closed over)"
+        )
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise AssertionError(
             f"{WHERE}: the function works on one slot, but {place}, there was a {type(error).__name__}: {error}"
-            f"{notes}. Usual cause: {cause_of_error(case, whole, error, n, executor)}"
+            f"{notes}. Usual cause: {cause}"
         ) from error
 
 
@@ -78,5 +84,5 @@ def _fail(case: Case, whole: Run, found: Difference, n: int, executor: Executor,
     others = f"; {len(found.others)} more too, from {found.others[0]} on" if found.others else ""
     raise AssertionError(
         f"{WHERE}: {found.leaf.path} differs {place}, from one call with all {case.sample.rows} rows: it {found.text}"
-        f"{others}. Usual cause: {cause_of(case, whole, found, n, executor)}"
+        f"{others}. {cause_of(case, whole, found, n, executor)}"
     )

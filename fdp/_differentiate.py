@@ -1,5 +1,6 @@
 """How a loss over a batch is differentiated: checked settings, and the call that they describe."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,7 +16,7 @@ from fdp._call import Call, Options, Shard, check_function, keyword_args, positi
 from fdp._context import Slot
 from fdp._devices import as_device
 from fdp._executors import Mode, run, run_all, slots_of
-from fdp._gang import Meets
+from fdp._gang import Meets, forget_restarts
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import must_run_together, remember_apart, runs_apart
@@ -76,7 +77,10 @@ class Differentiation:
                 return self._compute_once(args, kwargs, apart=runs_apart(self.fn))
             except Again:  # on a mesh, in all processes
                 remember_apart(self.fn, apart=False)
-                return self._compute_once(args, kwargs, apart=False)
+            except BaseException as error:
+                forget_restarts(error)
+                raise
+            return self._compute_once(args, kwargs, apart=False)
 
     def _compute_once(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], *, apart: bool
@@ -196,11 +200,10 @@ class Differentiation:
         mode = Mode(self.executor, self.seed, self.fn, across=call.across)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        try:
+        with contextlib.suppress(Meets):  # it would be the context of what is raised instead
             self._run_shards(problem, call, shares, slots, mode, take)
-        except Meets:
-            raise Again from None
-        return weights
+            return weights
+        raise Again
 
     def _run_shards(
         self,
@@ -227,7 +230,7 @@ class Differentiation:
             ]
             return run(tasks, slots, mode, take)
         forwards = [Task(functools.partial(forward, problem, attached=attached), shard) for shard in call.shards]
-        taken = False
+        taken, name = False, ""
         try:
             for batch in _rounds(call.plan.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
@@ -235,14 +238,14 @@ class Differentiation:
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
+            return
         except Meets as need:  # one backward for all would wait for itself
-            if taken:
-                raise RuntimeError(
-                    f"{self.where}: {need} is called in some microbatches and not in the first"
-                ) from None
-            if mode.stays_apart():
-                raise
-            self._run_shards(problem, call, shares, slots, mode, take)
+            name = need.name
+        if taken:
+            raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
+        if mode.stays_apart():
+            raise Meets(name)
+        self._run_shards(problem, call, shares, slots, mode, take)
 
     def _alone(
         self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fdp._across import Across
 from fdp._context import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._dims import Plan
-from fdp._gang import Meets, Together
+from fdp._gang import Meets, Together, forget_restarts
 from fdp._guards import is_forward_mode
 from fdp._known import (
     compilations,
@@ -114,33 +114,18 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             take(i, run_in_slot(slot, mode.seed, task))
         return
     taken: list[int] = []
-    wanted: list[str] = []
-    before = WANTED.set(wanted)
-    try:
-        if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
-            raise Together("", wanted)
-        failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
-        if wanted and not failures:
-            raise RuntimeError(
-                f"{wanted[0]}: the function catches what is no Exception around its first collective, by a bare "
-                "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
-            )
-    except Together as need:
-        if need.wanted is not wanted:  # a collective of an axis around this one
-            raise
-        need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
+    name, failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
+    if name is not None:
         if not mode.effects:
             remember_together(mode.fn)
         if mode.stays_apart():
-            raise Meets(str(need)) from None
+            raise Meets(name)
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:
             raise RuntimeError(
-                f"{need} is called in some shards, but not always in all of them. All shards must call the same "
+                f"{name} is called in some shards, but not always in all of them. All shards must call the same "
                 "collectives in the same order"
-            ) from None
-    finally:
-        WANTED.reset(before)
+            )
     if failures:
         try:
             raise _noted(failures)
@@ -152,10 +137,40 @@ def _is_known_to_meet(mode: Mode) -> bool:
     return mode.effects or (must_run_together(mode.fn) and not IN_PLACE.get())  # where collectives are refused
 
 
-def _run_apart(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
-    if _may_use_threads(mode, len(tasks)):
-        return run_side_by_side(tasks, slots, mode.fn, take)
-    return _run_in_order(tasks, slots, mode.seed, take)
+def _run_apart(
+    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take
+) -> tuple[str | None, list[tuple[Slot, Exception]]]:
+    """Run shards each by itself: the collective for which all have to be alive, or None and the failures.
+
+    From here on it is a name and no exception, which would be the context of what the user sees.
+    """
+    if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
+        return "", []
+    wanted: list[str] = []
+    before = WANTED.set(wanted)
+    try:
+        if _may_use_threads(mode, len(tasks)):
+            failures = run_side_by_side(tasks, slots, mode.fn, take)
+        else:
+            failures = _run_in_order(tasks, slots, mode.seed, take)
+    except Together as need:
+        if need.wanted is not wanted:  # a collective of an axis around this one
+            raise
+        need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
+        return need.name, []
+    except BaseException as error:
+        forget_restarts(error)  # an interrupt may have come on its way
+        raise
+    finally:
+        WANTED.reset(before)
+    if wanted and failures:  # in a `finally` or `except` around the collective, perhaps
+        return wanted[0], []
+    if wanted:
+        raise RuntimeError(
+            f"{wanted[0]}: the function catches what is no Exception around its first collective, by a bare "
+            "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
+        )
+    return None, failures
 
 
 def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:

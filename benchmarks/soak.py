@@ -1,4 +1,4 @@
-"""Thousands of calls from eight threads at once through the public API, with faults in 1 % of them.
+"""Thousands of calls from eight threads at once through the public API, with faults in 1 % of them; then interrupts.
 
 Calls: dp_apply, value_and_grad, parallel_apply, nested dp_apply, and one shared module with different parameters, on 1
 to 5 virtual devices with executor="threads". A fault is an exception in one shard. Blocks of calls without a pause,
@@ -8,6 +8,8 @@ Targets: no wrong result; each fault arrives as it was raised, with a note that 
 fails; after the warm-up, which is a tenth of the calls, no thread more but those of slots that are alive at the same
 time, at most one a slot of each caller, no tensor more, and at most 8 MiB more resident memory. Ends with exit code 1
 if one is missed.
+
+Then the main thread calls, and a signal interrupts it: see _soak_interrupts.py.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import _soak_interrupts
 import torch
 from _measure import status
 from _soak_calls import RAN, ROWS, VARIANTS, Fault, Kind, is_close, kinds
@@ -70,11 +73,20 @@ class State(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--calls", type=int, default=10_000, help=f"at least {2 * BLOCK}")
+    parser.add_argument("--calls", type=int, default=10_000, help=f"0, or at least {2 * BLOCK}")
     parser.add_argument("--threads", type=int, default=8, help="threads that call")
     parser.add_argument("--faults", type=float, default=0.01, help="share of the calls in which a shard fails")
+    parser.add_argument("--interrupts", type=int, default=2_000, help="of calls of the main thread")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which a hang is shown and ended")
     options = parser.parse_args()
+    missed = concurrent(options) if options.calls else 0
+    if options.interrupts:
+        missed |= _soak_interrupts.verdict(_soak_interrupts.soak(options.interrupts, limit=60))
+    sys.exit(missed)
+
+
+def concurrent(options: argparse.Namespace) -> int:
+    """Calls from many threads; 1 if a target is missed."""
     faulthandler.dump_traceback_later(options.limit, exit=True)
     start, all_kinds = time.perf_counter(), kinds()
     warm = max(2 * BLOCK, options.calls // 10)
@@ -98,7 +110,7 @@ def main() -> None:
     faulthandler.cancel_dump_traceback_later()
     print(f"{outcomes.total()} calls from {options.threads} threads in {time.perf_counter() - start:.0f} s", end=", ")
     print(f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
-    sys.exit(verdict(outcomes, before, after, most_threads, options.threads))
+    return verdict(outcomes, before, after, most_threads, options.threads)
 
 
 def call(all_kinds: Sequence[Kind], number: int, faults: float) -> Outcome:

@@ -6,7 +6,8 @@ import dataclasses
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -129,16 +130,18 @@ def run_in_slot(
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),
             _current_device(slot.device),
-            _seeded(seed, slot),
             stage(f"shard {slot.own_index}"),
         ):
-            watcher = ON_SHARD.get()
-            if watcher is None:
-                return call()
-            watcher(slot, "before")
-            result = call()
-            watcher(slot, "after")
-            return result
+            return watched() if seed is None else _seeded(seed, slot, watched)
+
+    def watched() -> Any:
+        watcher = ON_SHARD.get()
+        if watcher is None:
+            return call()
+        watcher(slot, "before")
+        result = call()
+        watcher(slot, "after")
+        return result
 
     return (context or contextvars.copy_context()).run(enter)
 
@@ -188,10 +191,9 @@ class ProcessLock:
     def _renew(self) -> None:
         self.lock = threading.RLock()
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with self.lock:
-            yield
+    def held(self) -> contextlib.AbstractContextManager[object]:
+        """The lock itself: a context manager in Python could keep it if an interrupt comes as it is entered."""
+        return self.lock
 
 
 EXCLUSIVE = ProcessLock()
@@ -222,12 +224,8 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-@contextlib.contextmanager
-def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
+def _seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
     """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
-    if seed is None:
-        yield
-        return
     be_alone()
     generators = generators_of(slot.device)
     own = fold_in(seed, slot.index)
@@ -235,13 +233,13 @@ def _seeded(seed: int | None, slot: Slot) -> Iterator[None]:
     with EXCLUSIVE.held():  # the default generator is one for all threads
         IN_ORDER.set(True)  # until the end of the shard's context
         states = [generator.get_state() for generator in generators]
+        restore = map(torch.Generator.set_state, generators, states)
         try:
             for generator in generators:
                 generator.manual_seed(own)
-            yield
+            return call()
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            deque(restore, 0)  # one call of C, which no interrupt comes before or into
 
 
 leave_alone(globals(), ["run_in_slot"])

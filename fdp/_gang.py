@@ -4,10 +4,12 @@ import contextvars
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from fdp._across import Across
 from fdp._context import Slot, text_of
+from fdp._shield import soon
 from fdp._state import ThreadState
 from fdp._turns import Abandoned, Member, Turns, Wait
 from fdp._wire import Again
@@ -98,7 +100,6 @@ class Gang:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
         if self.start is not None:
             self.start()
-            self.start = None
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(self))
             wait = meeting.come(index, what, value)
@@ -107,7 +108,7 @@ class Gang:
                 wait.error = meeting.explain(index)
         if wait.error is not None:
             wait.explain = None
-            raise wait.error
+            wait.check()
         if complete and index != 0:
             self.turns.resolve([meeting.waits[0]])
         if not complete or index != 0:
@@ -129,7 +130,12 @@ class Gang:
                         if other != index and not wait.is_over:
                             wait.error = meeting.explain(other)
                             vain.append(wait)
-        self.turns.resolve(vain)
+        soon(partial(self.turns.resolve, vain))
+
+    def clear(self) -> None:
+        """Let go of what refers to this, and of meetings that did not take place."""
+        self.start = None
+        self._meetings.clear()
 
     def where(self, missing: Sequence[int]) -> str:
         """What those do for whom a slot waits."""
@@ -173,7 +179,7 @@ class _Meeting:
             raise
         finally:
             self.values.clear()
-            self._gang.turns.resolve(list(self.waits.values()))
+            soon(partial(self._gang.turns.resolve, list(self.waits.values())))
 
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""

@@ -1,9 +1,9 @@
 """Running slots so that all are alive at once: a thread each, in turns."""
 
-import contextlib
 import contextvars
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -13,7 +13,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fdp._context import EXCLUSIVE, IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, text_of
 from fdp._gang import MEMBER, Gang, Settings
 from fdp._generators import KeptGenerators, OwnGenerators
-from fdp._seats import seats
+from fdp._seats import Job, begin, is_any_at_work
+from fdp._shield import shielded
 from fdp._tensor import bytes_of
 from fdp._turns import Abandoned, Member, Turns
 
@@ -34,23 +35,10 @@ def run_gang(
 
     With a seed one runs at a time, and each draws from generators of its own.
     """
-    around = MEMBER.get()
-    turns = Turns(settings.limit) if around is None else around.turns
-    gang = Gang([places[0] for places in slots], settings, turns, token)
-    run = _Run(gang, tasks, slots, settings)
+    run = _Run(tasks, slots, settings, token, settings.limit)
     if settings.seed is None and settings.limit == 1 and not settings.joint:
         run.take_seed()
-    with seats(len(tasks)) as taken:
-        turns.expect(len(tasks))
-        for index, seat in enumerate(taken):
-            seat.put((run.serve, index, contextvars.copy_context()))
-        with contextlib.nullcontext() if around is None else around.suspended():
-            run.wait(len(tasks))
-    run.leave_seed()
-    try:
-        return run.outcome()
-    finally:
-        run.clear()
+    return run.outcome(run.in_threads)
 
 
 def run_gang_here(
@@ -60,69 +48,67 @@ def run_gang_here(
 
     So that a function with effects runs as it would without collectives, until it calls one.
     """
-    around = MEMBER.get()
-    turns = Turns(1) if around is None else around.turns
-    gang = Gang([places[0] for places in slots], settings, turns, token)
-    run = _Run(gang, tasks, slots, settings)
-    with contextlib.ExitStack() as stack:
-
-        def start() -> None:
-            # Each has generators of its own from here on; the caller's go on as those of slot 0.
-            if not settings.joint:
-                run.take_seed()
-            taken = stack.enter_context(seats(len(tasks) - 1))
-            turns.expect(len(tasks) - 1)
-            for index, seat in enumerate(taken, 1):
-                seat.put((run.serve, index, contextvars.copy_context()))
-
-        gang.start = start
-        try:
-            with contextlib.nullcontext() if around is None else around.suspended():
-                run.serve_here()
-                if gang.start is None:
-                    run.wait(len(tasks) - 1)
-                    run.leave_seed()
-                else:
-                    run.serve_the_others_here()
-            return run.outcome()
-        finally:
-            run.clear()
+    run = _Run(tasks, slots, settings, token, 1)
+    return run.outcome(run.here)
 
 
 @final
 class _Run:
     def __init__(
-        self, gang: Gang, tasks: Sequence[Sequence[Task]], slots: Sequence[Sequence[Slot]], settings: Settings
+        self,
+        tasks: Sequence[Sequence[Task]],
+        slots: Sequence[Sequence[Slot]],
+        settings: Settings,
+        token: object,
+        limit: int,
     ) -> None:
-        self._gang, self._tasks, self._slots, self._settings = gang, tasks, slots, settings
+        self._around = MEMBER.get()
+        turns = Turns(limit) if self._around is None else self._around.turns
+        self._gang = Gang([places[0] for places in slots], settings, turns, token)
+        self._tasks, self._slots, self._settings = tasks, slots, settings
         self._results: list[list[Any]] = [[] for _ in tasks]
         self._errors: dict[int, tuple[Slot, BaseException]] = {}
+        self._jobs: Sequence[Job] = ()
         self._left: SimpleQueue[None] = SimpleQueue()
-        self._over: list[int] = []
+        self._first: Member | None = None  # of slot 0, where it runs in the calling thread
         self._randoms: list[OwnGenerators] = []
         self._has_taken = False
 
-    def serve(self, index: int, context: contextvars.Context) -> None:
-        """What the thread of a slot does."""
+    def outcome(self, run: Callable[[], None]) -> Outcome:
+        """What becomes of the slots; what is no Exception is raised, when all have ended."""
+        around = self._around
         try:
-            if torch.get_num_threads() != self._settings.threads:
-                torch.set_num_threads(self._settings.threads)
-            with self._settings.state.restored(), torch.autograd.set_multithreading_enabled(False):
-                context.run(self._work, index)
-        except BaseException as error:
-            self._errors.setdefault(index, (self._slots[index][0], error))
+            if around is not None:
+                around.suspend()
+            try:
+                run()
+            except BaseException:
+                self._give_up()
+                raise
+            finally:
+                if around is not None:
+                    around.begin()
+            self._leave_seed()
+            return self._outcome()
         finally:
-            self._gang.end(index, self._how(index))
-            self._over.append(index)
-            self._left.put(None)
+            self._clear()
 
-    def _how(self, index: int) -> str:
-        if index not in self._errors:
-            return "has returned"
-        error = self._errors[index][1]
-        if isinstance(error, Abandoned):
-            return "has given up"
-        return f"has raised {type(error).__name__}: {text_of(error)}"
+    def in_threads(self) -> None:
+        """All slots in threads of their own."""
+        self._begin(0)
+        self._wait()
+
+    def here(self) -> None:
+        """Slot 0 in the calling thread."""
+        self._gang.start = self._start_others
+        self._serve_here(0)
+        if self._jobs:
+            self._wait()
+            return
+        # It has met nobody: the others run after it, as if there were no collectives.
+        self._gang.start = None
+        for index in range(1, len(self._tasks)):
+            self._serve_here(index)
 
     def take_seed(self) -> None:
         """A seed for slots that take turns, from the state of the caller's generator."""
@@ -134,37 +120,57 @@ class _Run:
         seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
         self._settings, self._has_taken = self._settings._replace(seed=seed), True
 
-    def leave_seed(self) -> None:
-        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
-        if self._has_taken and any(random.has_drawn() for random in self._randoms):
-            torch.rand((), device="cpu")  # whatever the default device is
+    def _start_others(self) -> None:
+        # Each has generators of its own from here on; the caller's go on as those of slot 0.
+        if not self._settings.joint:
+            self.take_seed()
+        self._begin(1)
 
-    def serve_here(self) -> None:
-        """Slot 0, in the calling thread."""
-        self._gang.turns.expect(1)
-        faking = self._settings.state.fake is not None
-        member = Member(self._gang.turns, None if faking else KeptGenerators(self._slots[0][0].device))
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                contextvars.copy_context().run(self._run_as, 0, member)
-        except BaseException as error:
-            self._errors.setdefault(0, (self._slots[0][0], error))
-        finally:
-            self._gang.end(0, self._how(0))
+    def _begin(self, first: int) -> None:
+        """Start the slots from this one on, in threads."""
+        contexts = [(i, contextvars.copy_context()) for i in range(first, len(self._tasks))]
+        jobs = [Job(partial(self._serve, *place), partial(self._left.put, None)) for place in contexts]
 
-    def serve_the_others_here(self) -> None:
-        """Slot 0 has met nobody: the others run after it, as if there were no collectives."""
-        self._gang.start = None
-        for index in range(1, len(self._tasks)):
-            if not all(isinstance(error, Exception) for _, error in self._errors.values()):
-                return
-            self._gang.turns.expect(1)
+        def start() -> None:
+            self._jobs, self._gang.start = jobs, None
+            self._gang.turns.expect(len(jobs))
             try:
-                contextvars.copy_context().run(self._run_as, index, Member(self._gang.turns, None))
-            except BaseException as error:
-                self._errors.setdefault(index, (self._slots[index][0], error))
-            finally:
-                self._gang.end(index, self._how(index))
+                begin(jobs)
+            except RuntimeError:  # there can be no more threads
+                self._gang.turns.expect(-len(jobs))
+                raise
+
+        if MEMBER.get() is None:  # nobody else takes these turns yet
+            start()
+        else:
+            shielded(start)
+
+    def _serve(self, index: int, context: contextvars.Context) -> None:
+        """What the thread of a slot does."""
+        try:
+            if torch.get_num_threads() != self._settings.threads:
+                torch.set_num_threads(self._settings.threads)
+            with self._settings.state.restored(), torch.autograd.set_multithreading_enabled(False):
+                context.run(self._work, index)
+        except BaseException as error:
+            self._errors.setdefault(index, (self._slots[index][0], error))
+        finally:
+            self._gang.end(index, self._how(index))
+
+    def _serve_here(self, index: int) -> None:
+        """What the calling thread does for a slot; raises what is no Exception."""
+        has_own = index > 0 or self._settings.state.fake is not None
+        member = Member(self._gang.turns, None if has_own else KeptGenerators(self._slots[0][0].device))
+        self._first = member
+        before = torch._C._is_multithreading_enabled()
+        try:
+            torch._C._set_multithreading_enabled(before and index > 0)
+            shielded(partial(self._gang.turns.expect, 1))
+            contextvars.copy_context().run(self._run_as, index, member)
+        except Exception as error:
+            self._errors.setdefault(index, (self._slots[index][0], error))
+        finally:
+            torch._C._set_multithreading_enabled(before)
 
     def _work(self, index: int) -> None:
         seed, place = self._settings.seed, self._slots[index][0]
@@ -177,39 +183,60 @@ class _Run:
         MEMBER.set(member)
         SIDE_BY_SIDE.set(_Place(member))
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
-        with member.running():
-            try:
-                for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
-                    try:
-                        if slot.piece and member.belongings is not None:
-                            member.belongings.renew(slot.piece)
-                        self._results[index].append(run_in_slot(slot, None, task, gang=self._gang))
-                    except BaseException as error:
-                        self._errors[index] = slot, error
-                        raise
-            finally:
-                self._gang.end(index, self._how(index))  # before its turn ends, and somebody waits in vain
+        member.begin()
+        try:
+            for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
+                try:
+                    if slot.piece and member.belongings is not None:
+                        member.belongings.renew(slot.piece)
+                    self._results[index].append(run_in_slot(slot, None, task, gang=self._gang))
+                except BaseException as error:
+                    self._errors[index] = slot, error
+                    raise
+        finally:
+            self._gang.end(index, self._how(index))  # before its turn ends, and somebody waits in vain
+            member.end()
 
-    def wait(self, count: int) -> None:
-        """Until so many slots have ended. After an interrupt they stop at their next collective."""
-        interrupt: BaseException | None = None
-        while len(self._over) < count:
-            try:
-                self._left.get()  # an interrupt may lose what it returns: the list counts
-            except BaseException as error:
-                interrupt = error
-                for index in range(len(self._tasks)):
-                    self._gang.end(index, "was interrupted")
-        if interrupt is not None:
-            raise interrupt
+    def _how(self, index: int) -> str:
+        if index not in self._errors:
+            return "has returned"
+        error = self._errors[index][1]
+        if isinstance(error, Abandoned):
+            return "has given up"
+        return f"has raised {type(error).__name__}: {text_of(error)}"
 
-    def clear(self) -> None:
+    def _wait(self) -> None:
+        """Until the slots in threads have ended."""
+        while is_any_at_work(self._jobs):
+            self._left.get()
+
+    def _give_up(self) -> None:
+        """After an interrupt: the slots stop at their next collective. Wait until they have."""
+        try:
+            shielded(self._end)
+            self._wait()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _end(self) -> None:
+        for index in range(len(self._tasks)):
+            self._gang.end(index, "was interrupted")
+        if self._first is not None:
+            self._first.leave()
+
+    def _leave_seed(self) -> None:
+        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
+        if self._has_taken and any(random.has_drawn() for random in self._randoms):
+            torch.rand((), device="cpu")  # whatever the default device is
+
+    def _clear(self) -> None:
         """Let go: tracebacks hold this object."""
         self._errors.clear()
-        self._tasks = self._results = []
+        self._tasks, self._results, self._jobs = (), [], ()
+        self._gang.clear()
 
-    def outcome(self) -> Outcome:
-        """What has become of the slots; what is no Exception is raised."""
+    def _outcome(self) -> Outcome:
         for _, error in self._errors.values():
             if not isinstance(error, Exception):
                 try:

@@ -55,7 +55,7 @@ def may_compile() -> bool:
 
 
 def _of_compiler(module: str, name: str) -> Any:
-    """What a module of the compiler holds; None if it is not there: another thread may be in the middle of importing."""
+    """What a module of the compiler holds; None if it is not there yet: another thread may be importing it."""
     return getattr(sys.modules.get(f"torch._dynamo.{module}"), name, None)
 
 

@@ -1,51 +1,73 @@
-"""Threads that stay, one for each slot that runs beside others that it may meet."""
+"""Threads that stay, one for each slot that runs beside others that it may meet.
 
-import contextlib
+Which of them are at work stands in one dict. A call enters its jobs there and hands them over in one step, which no
+interrupt can cut in two; each thread takes its own out again. So there is nothing that a caller gives back.
+"""
+
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, final
 
 
+@final
+class Job:
+    """What a thread does for a call; `over` is called when the thread is free again."""
+
+    def __init__(self, run: Callable[[], None], over: Callable[[], None]) -> None:
+        self.run, self.over = run, over
+
+
+@final
 class _Pool:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.idle: list[SimpleQueue[Any]] = []
+        self.seats: list[SimpleQueue[Job]] = []
+        self.busy: dict[SimpleQueue[Job], Job] = {}
 
 
 _POOL = _Pool()
 
 
-@contextlib.contextmanager
-def seats(count: int) -> Iterator[list["SimpleQueue[Any]"]]:
-    """Threads for a call: the same one for the same slot, unless calls overlap.
+def begin(jobs: Sequence[Job]) -> None:
+    """Run each job in a thread of its own: the same one for the same place, unless calls overlap.
 
-    Autograd orders a backward by numbers that each thread counts for itself.
+    Autograd orders a backward by numbers that each thread counts for itself. If an interrupt comes, all jobs have begun
+    or none.
     """
     pool = _POOL
-    taken: list[SimpleQueue[Any]] = []
-    try:
-        with pool.lock:
-            for _ in range(count):
-                taken.append(pool.idle.pop() if pool.idle else _start())
-        yield taken
-    finally:
-        with pool.lock:
-            pool.idle.extend(reversed(taken))
+    with pool.lock:
+        while len(free := [seat for seat in pool.seats if seat not in pool.busy]) < len(jobs):
+            _start(pool)
+        # No signal handler runs within one call of C.
+        deque(chain(map(pool.busy.__setitem__, free, jobs), map(SimpleQueue.put, free, jobs)), 0)
 
 
-def _start() -> "SimpleQueue[Any]":
-    jobs: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_serve, args=(jobs,), name="fdp-slot", daemon=True).start()
-    return jobs
+def is_any_at_work(jobs: Sequence[Job]) -> bool:
+    """Whether some of the jobs have begun and are not over."""
+    return not set(jobs).isdisjoint(list(_POOL.busy.values()))
 
 
-def _serve(jobs: "SimpleQueue[Any]") -> None:
-    while True:
-        serve, index, context = jobs.get()
-        serve(index, context)
-        del serve, context  # an idle thread keeps nothing alive
+def _start(pool: _Pool) -> None:
+    ready: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_serve, args=(pool, ready), name="fdp-slot", daemon=True).start()
+    ready.get()
+
+
+def _serve(pool: _Pool, ready: "SimpleQueue[Any]") -> None:
+    seat: SimpleQueue[Job] = SimpleQueue()
+    pool.seats.append(seat)  # here, where no interrupt comes before it
+    ready.put(None)
+    while pool is _POOL:  # not in a child that the job has forked: there this thread ends
+        job = seat.get()
+        job.run()
+        over = job.over
+        del job, pool.busy[seat]  # an idle thread keeps nothing alive
+        over()
+        del over
 
 
 def _renew() -> None:

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -14,8 +15,9 @@ from fdp._context import SIDE_BY_SIDE, Beside, Slot, run_in_slot
 from fdp._gang import Together
 from fdp._guards import install
 from fdp._known import compilations, is_cold, may_compile, note, remember_order
+from fdp._shield import shielded
 from fdp._state import ThreadState
-from fdp._workers import cores, helpers, post
+from fdp._workers import cores, post, releasing, reserve
 
 
 class _Job(NamedTuple):
@@ -36,26 +38,34 @@ def run_side_by_side(
     """
     install()
     on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)
-    with helpers(len(tasks) - 1, cores() if on_cpu else max(cores(), len(tasks))) as count:
-        threads = torch.get_num_threads()
-        share = max(1, min(threads, cores() // (count + 1))) if on_cpu else threads
-        lanes = _Lanes(tasks, slots, share)
+    lanes = _Lanes(tasks, slots)
+    release, threads = releasing(lanes), torch.get_num_threads()
+    try:
+        count = reserve(lanes, len(tasks) - 1, cores() if on_cpu else max(cores(), len(tasks)))
+        lanes.threads = max(1, min(threads, cores() // (count + 1))) if on_cpu else threads
         try:
-            with _intraop(share, threads):
-                if may_compile():
-                    lanes.lead(take, fn)
-                before = compilations()
-                post(lanes.help, min(count, len(lanes.todo)))
-                lanes.run(take)
-                # Sums of gradients too: OpenMP's own threads would go on spinning on cores that the next call needs.
-                lanes.wait(take)
-            if lanes.company.was_left:
-                remember_order(fn)
-            if compilations() != before:
-                note(fn, slots[0], compiled=True)
-            return lanes.failures()
+            if lanes.threads != threads:
+                torch.set_num_threads(lanes.threads)
+            if may_compile():
+                lanes.lead(take, fn)
+            before = compilations()
+            post(lanes.help, min(count, len(lanes.todo)))
+            lanes.run(take)
+            # Sums of gradients too: OpenMP's own threads would go on spinning on cores that the next call needs.
+            lanes.wait(take)
         finally:
+            if lanes.threads != threads:  # setting it also sets that of threads to come
+                torch.set_num_threads(threads)
+        if lanes.company.was_left:
+            remember_order(fn)
+        if compilations() != before:
+            note(fn, slots[0], compiled=True)
+        return lanes.failures()
+    finally:
+        try:
             lanes.settle()
+        finally:
+            release()
 
 
 class _Place(NamedTuple):
@@ -66,7 +76,7 @@ class _Place(NamedTuple):
     around: Beside | None
 
     def alone(self) -> None:
-        self.company.leave(self.number)
+        shielded(partial(self.company.leave, self.number))
         if self.around is not None:
             self.around.alone()
 
@@ -76,7 +86,8 @@ class _Company:
     """The shards of a call that run at the same time, until one has to be alone."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # what enters and leaves it is C: with a condition's own methods it may be kept
+        self._changed = threading.Condition(self._lock)
         self._running: set[int] = set()
         self._waiting: set[int] = set()
         self._alone: int | None = None
@@ -88,24 +99,23 @@ class _Company:
         context.run(lambda: SIDE_BY_SIDE.set(_Place(self, number, SIDE_BY_SIDE.get())))
         return context
 
-    @contextmanager
-    def joined(self, number: int) -> Iterator[None]:
-        """Held while a shard runs."""
-        with self._changed:
+    def join(self, number: int) -> None:
+        """Called before a shard runs."""
+        with self._lock:
             self._changed.wait_for(lambda: self._alone is None)
             self._running.add(number)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running.discard(number)
-                if self._alone == number:
-                    self._alone = None
-                self._changed.notify_all()
+
+    def end(self, number: int) -> None:
+        """Called after it, and perhaps again."""
+        with self._lock:
+            self._running.discard(number)
+            if self._alone == number:
+                self._alone = None
+            self._changed.notify_all()
 
     def leave(self, number: int) -> None:
         """Called by a shard that runs: the others end, or leave too and wait for their turn; none begins meanwhile."""
-        with self._changed:
+        with self._lock:
             if number not in self._running:  # it is alone, or a thread that it has started comes late
                 self._changed.wait_for(lambda: number not in self._waiting)
                 return
@@ -113,15 +123,10 @@ class _Company:
             self._waiting.add(number)
             self._running.discard(number)
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._may_go_on(number))
-                self._alone = number
-            except BaseException:  # an interrupt
-                self._running.add(number)
-                raise
-            finally:
-                self._waiting.discard(number)
-                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._may_go_on(number))
+            self._alone = number
+            self._waiting.discard(number)
+            self._changed.notify_all()
 
     def _may_go_on(self, number: int) -> bool:
         return not self._running and self._alone is None and number == min(self._waiting)
@@ -131,13 +136,15 @@ class _Company:
 class _Lanes:
     """The shards of a call, and what has become of them."""
 
-    def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], threads: int) -> None:
+    def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot]) -> None:
         self.company = _Company()
         self.todo = deque(_Job(i, slots[i], task, self.company.context(i)) for i, task in enumerate(tasks))
-        self._slots, self._threads = slots, threads
+        self._slots = slots
+        self.threads = 0  # inside operations
         self._state = ThreadState.of_caller([slot.device for slot in slots])
         self._lock = threading.Lock()
         self._running = 0  # by workers
+        self._own: int | None = None  # which one the caller runs, or has run
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
@@ -154,6 +161,7 @@ class _Lanes:
                 self.todo.append(job)
                 continue
             before = compilations()
+            self._own = job.number
             self._run(job)
             self._hand_on(take)
             note(fn, job.slot, compiled=compilations() != before)
@@ -184,10 +192,16 @@ class _Lanes:
 
     def settle(self) -> None:
         """Begin no other shard, wait for those that run, and let go of everything."""
-        with self._lock:
-            self.todo.clear()
-        while self._running:
-            self._ended.get()
+        try:
+            with self._lock:
+                self.todo.clear()
+            if self._own is not None:
+                self.company.end(self._own)  # an interrupt may have left it there
+            while self._running:
+                self._ended.get()
+        except BaseException:
+            self.settle()
+            raise
         self._results.clear()
         self._errors.clear()
 
@@ -208,13 +222,19 @@ class _Lanes:
             job = self.todo.popleft()
         except IndexError:
             return False
+        if state is None:
+            self._own = job.number
         self._run(job, state)
         return True
 
     def _run(self, job: _Job, state: ThreadState | None = None) -> None:
         try:
-            with nullcontext() if state is None else self._as_caller(state), self.company.joined(job.number):
-                self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
+            with nullcontext() if state is None else self._as_caller(state):
+                self.company.join(job.number)
+                try:
+                    self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
+                finally:
+                    self.company.end(job.number)
         except BaseException as error:
             self._errors[job.number] = error
             if isinstance(error, Together):
@@ -226,8 +246,8 @@ class _Lanes:
 
     @contextmanager
     def _as_caller(self, state: ThreadState) -> Iterator[None]:
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         with state.restored():
             yield
 
@@ -237,16 +257,3 @@ class _Lanes:
             if index not in self._errors:
                 take(index, self._results[index])
                 self._results[index] = None
-
-
-@contextmanager
-def _intraop(threads: int, before: int) -> Iterator[None]:
-    """The caller's number of threads inside operations. Setting it also sets that of threads to come: restore it."""
-    if threads == before:
-        yield
-        return
-    try:
-        torch.set_num_threads(threads)
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -69,7 +69,10 @@ def run_together(
         with contextlib.nullcontext() if across is None else across.again("the end of a backward"):
             found, failed = _in_order(_run(backwards, slots, groups, again, token), groups)
             if failed:
-                raise failed[0][1]
+                try:
+                    raise failed[0][1]
+                finally:
+                    failed.clear()  # the traceback holds this frame: no cycle
         return found
 
     return stitched(results, list[Ends](ends), run_all), []
@@ -90,7 +93,7 @@ def _run(
         run = run_gang_here if here else run_gang
         return run(chosen, [[slots[i] for i in group] for group in groups], settings, token)
     finally:
-        if torch.get_num_threads() != before:
+        if settings.threads != before:  # what a slot sets is also that of threads to come
             torch.set_num_threads(before)
 
 

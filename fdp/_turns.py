@@ -1,11 +1,13 @@
 """Threads that wait for each other: so many run at a time, and when all wait nobody waits forever."""
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, final
+
+from fdp._shield import shielded, soon
 
 PATIENCE = 1800.0
 """Seconds that a slot waits for the others, who may be compiling. NCCL has ten minutes."""
@@ -42,25 +44,45 @@ class Member:
     def __init__(self, turns: "Turns", belongings: "Belongings | None") -> None:
         self.turns, self.belongings = turns, belongings
         self.gate = threading.Semaphore(0)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Have turns until the end."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
+        self._has_turn = False
 
     def begin(self) -> None:
         """Wait for a turn."""
-        self.turns.enter(self)
+        shielded(self._enter)
         self._resume()
 
     def end(self) -> None:
         """Let others have turns."""
         self._pause()
-        self.turns.leave()
+        soon(self.leave)
+
+    def suspend(self) -> None:
+        """Let others run until it begins again: this thread waits for threads that it starts."""
+        self._pause()
+        soon(self._leave_for_a_while)
+
+    def wait(self, wait: "Wait") -> None:
+        """Until somebody resolves the wait, or nobody can."""
+        self._pause()
+        try:
+            shielded(partial(self.turns.wait, self, wait))
+        finally:
+            self._resume()
+        wait.check()
+
+    def leave(self) -> None:
+        """End a turn, if it has one."""
+        if self._has_turn:
+            self._has_turn = False
+            self.turns.leave()
+
+    def _enter(self) -> None:
+        self.turns.enter(self)
+        self._has_turn = True
+
+    def _leave_for_a_while(self) -> None:
+        self.turns.expect(1)
+        self.leave()
 
     def _resume(self) -> None:
         if self.belongings is not None:
@@ -69,26 +91,6 @@ class Member:
     def _pause(self) -> None:
         if self.belongings is not None:
             self.belongings.pause()
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let others run meanwhile: this thread waits for threads that it has started."""
-        self.turns.expect(1)  # it comes back
-        self.end()
-        try:
-            yield
-        finally:
-            self.begin()
-
-    def wait(self, wait: "Wait") -> None:
-        """Until somebody resolves the wait, or nobody can."""
-        self._pause()
-        try:
-            self.turns.wait(self, wait)
-        finally:
-            self._resume()
-        if wait.error is not None:
-            raise wait.error
 
 
 @final
@@ -99,6 +101,15 @@ class Wait:
         self.explain: Callable[[], BaseException] | None = explain
         self.error: BaseException | None = None
         self.is_over = False
+
+    def check(self) -> None:
+        """Raise its error, once: its traceback refers to what refers to the wait."""
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
 
 @final

@@ -1,9 +1,9 @@
 """Threads that stay: they help callers with their shards, and none is started where there are enough."""
 
-import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
@@ -18,7 +18,7 @@ class _Pool:
         self.lock = threading.Lock()
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self.workers: set[int | None] = set()  # their idents
-        self.lanes: dict[int, int] = {}  # how many threads run shards, by the ident of the one that called
+        self.lanes: dict[object, tuple[int, int]] = {}  # of each call: who called, and how many threads run its shards
 
 
 _POOL = _Pool()
@@ -29,24 +29,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def helpers(wanted: int, most: int) -> Iterator[int]:
-    """Reserve up to `wanted` workers, such that at most `most` threads of the process run shards; yield how many."""
+def reserve(call: object, wanted: int, most: int) -> int:
+    """Reserve up to `wanted` workers for a call, such that at most `most` threads run shards; return how many."""
     pool, me = _POOL, threading.get_ident()
-    before = pool.lanes.get(me, 0)
-    try:
-        with pool.lock:
-            own = 0 if before or me in pool.workers else 1  # one that runs a shard already has been counted
-            count = max(0, min(wanted, most - own - sum(pool.lanes.values())))
-            callers = own + len(pool.lanes.keys() - pool.workers)
-            count = _start(pool, own + sum(pool.lanes.values()) - callers, count)
-            pool.lanes[me] = before + own + count
-        yield count
-    finally:
-        if before:
-            pool.lanes[me] = before
-        else:
-            pool.lanes.pop(me, None)
+    with pool.lock:
+        lanes = list(pool.lanes.values())  # at once: others end theirs without the lock
+        callers, taken = {caller for caller, _ in lanes}, sum(count for _, count in lanes)
+        own = 0 if me in callers | pool.workers else 1  # one that runs a shard already has been counted
+        count = max(0, min(wanted, most - own - taken))
+        count = _start(pool, taken - len(callers - pool.workers), count)
+        pool.lanes[call] = me, own + count
+    return count
+
+
+def releasing(call: object) -> Callable[[], object]:
+    """What ends the reservation of a call, if it has one: a function of C, which no interrupt comes before or into."""
+    return functools.partial(_POOL.lanes.pop, call, None)
 
 
 def post(job: Job, count: int) -> None:

@@ -1,0 +1,113 @@
+"""Work that an interrupt cannot cut in two.
+
+Python runs signal handlers in the main thread, after any of its bytecodes, and what they raise (KeyboardInterrupt) ends
+what runs there. No code in that thread can rule this out. So what other threads depend on is done, for the main thread,
+by a thread that no signal reaches. Any other thread does it itself.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import final
+
+Work = Callable[[], None]
+
+
+def shielded(work: Work) -> None:
+    """Do it. An interrupt that comes meanwhile is raised when it is done."""
+    if not _is_main():
+        work()
+        return
+    helper, job = _HELPER, _Job(work)
+    helper.start()
+    try:
+        helper.jobs.put(job)  # no signal handler runs between the `try` and the end of this call
+        job.wait()
+    except BaseException:
+        job.wait()
+        raise
+    error, job = job.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # no cycle
+
+
+def soon(work: Work) -> None:
+    """Do it, perhaps a little later, but before what is asked for afterwards. It must not raise."""
+    if not _is_main():
+        work()
+        return
+    _HELPER.start()
+    _HELPER.jobs.put(_Job(work))
+
+
+def _is_main() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+@final
+class _Job:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.error: BaseException | None = None
+        self._is_over = False
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def do(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._is_over = True
+            self._over.release()
+
+    def wait(self) -> None:
+        """Until it is done, however many interrupts come."""
+        try:
+            while not self._is_over:
+                self._over.acquire()
+        except BaseException:
+            self.wait()
+            raise
+
+
+@final
+class _Helper:
+    """The thread that works for the main thread: one thing after the other."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_ready = False
+
+    def start(self) -> None:
+        if not self._is_ready:
+            threading.Thread(target=self._serve, name="fdp-shield", daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._lock:  # an interrupt may have hidden from the main thread that there is one
+            if self._is_ready:
+                return
+            self._is_ready = True
+        while True:
+            job = self.jobs.get()
+            job.do()
+            del job  # an idle thread keeps nothing alive
+
+
+_HELPER = _Helper()
+
+
+def _renew() -> None:
+    """A forked child has none of its parent's threads."""
+    global _HELPER
+    _HELPER = _Helper()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

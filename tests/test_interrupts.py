@@ -1,0 +1,41 @@
+"""Ctrl-C at any moment of a call: it arrives, nothing is left, and the next call is right."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+import fdp
+
+SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+DEVICES = fdp.virtual_devices(3)
+
+
+def test_interrupts_at_random_moments():
+    """With collectives and without, under both executors, gradients, nested, and slot 0 in the main thread."""
+    command = [sys.executable, str(SOAK), "--calls", "0", "--interrupts", "300"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.startswith("300 interrupts in "), found.stdout
+
+
+def test_threads_to_come_have_as_many_threads_for_operations_as_before():
+    """What a slot sets for itself is torch's default for them."""
+    found: list[int] = []
+
+    def count() -> None:
+        found.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for executor in ("sequential", "threads"):
+            fdp.dp_apply(lambda _, x: x * fdp.psum(1), None, torch.ones(3), DEVICES, executor=executor)
+            thread = threading.Thread(target=count)
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [4, 4]

@@ -127,7 +127,9 @@ def failure(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | 
     said = sorted((*pickle.loads(path.read_bytes()), rank) for rank, path in found if path.exists())
     if not said:
         return RuntimeError(f"launch: {_unsaid(folder, nprocs, failures)}")
-    summary = "; then ".join(f"rank {rank} raised {what}" for _, what, _, _, rank in said)
+    silent = failures.keys() - {rank for *_, rank in said}
+    ended = [f"rank {rank} has ended by {_how(failures[rank])}" for rank in sorted(silent)]  # which others then miss
+    summary = "; then ".join(ended + [f"rank {rank} raised {what}" for _, what, _, _, rank in said])
     traces = "\n".join(f"In rank {rank} of {nprocs}:\n{lines}" for _, _, lines, _, rank in said)
     error = RuntimeError(f"launch: {summary}\n\n{traces.rstrip()}")
     pickled = said[0][3]
@@ -135,14 +137,17 @@ def failure(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | 
     return error
 
 
+def _how(info: "ProcessFailure | None") -> str:
+    if info is None:
+        return "itself without returning (os._exit?)"
+    return info.signal_name() if info.exitcode < 0 else f"exit code {info.exitcode}"
+
+
 def _unsaid(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | None]") -> str:
     """About ranks that have ended in some other way than by an exception."""
     texts = []
     for rank, info in failures.items():
-        if info is None:
-            how = "itself without returning (os._exit?)"
-        else:
-            how = info.signal_name() if info.exitcode < 0 else f"exit code {info.exitcode}"
+        how = _how(info)
         path = folder / f"stderr-{rank}"
         if not path.exists():
             how += " before it had begun: does the program's main module need `if __name__ == '__main__':`?"

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,22 @@ class _Unpicklable(Exception):
 )
 def test_other_ways_to_end(work, message):
     with pytest.raises(RuntimeError, match=f"launch: {message}"):
+        launch(work, 2, start_method="fork")
+    assert not children()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_a_rank_that_is_ended_by_a_signal_comes_before_those_that_miss_it(name):
+    def work():
+        if _rank() == 0:
+            raise RuntimeError("the other is not there")
+        folder = Path(os.readlink("/proc/self/fd/1")).parent
+        while not (folder / "error-0").exists():  # it stays for a moment after it has said that
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.Signals[name])
+
+    message = rf"launch: rank 1 has ended by {name}; then rank 0 raised RuntimeError: the other is not there\n"
+    with pytest.raises(RuntimeError, match=message):
         launch(work, 2, start_method="fork")
     assert not children()
 

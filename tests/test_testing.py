@@ -429,6 +429,8 @@ def test_the_error_of_a_shard_is_the_cause(error: Exception):
         (ValueError, "slots must be a sequence of positive", {"slots": (0, 1)}),
         (ValueError, "slots must be a sequence of positive", {"slots": ()}),
         (ValueError, "2 weights for up to 4 slots", {"weights": (1, 2)}),
+        (ValueError, "4 weights for up to 5 slots", {"weights": (1, 2, 1, 1), "devices": ["cpu"] * 5}),
+        (ValueError, "assert_data_parallel: 'nowhere' is no device", {"devices": ["nowhere"]}),
         (ValueError, "order must be 1 or 2", {"order": 3}),
         (ValueError, "dtype must be a real floating-point dtype", {"dtype": torch.int64}),
         (ValueError, "both rtol and atol", {"rtol": 0.1}),

@@ -3,12 +3,8 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from fdp._command._across import difference_across
 from fdp._command._loading import Name, described
 from fdp._command._results import Unusable, add_devices, chosen_devices, print_document
 from fdp._command._samples import DEFAULT, FORM, Samples, load_samples
@@ -77,18 +73,16 @@ def _checked(options: argparse.Namespace) -> tuple[str | None, list[int]]:
     if options.virtual is not None:
         samples.options["slots"] = tuple(range(1, options.virtual + 1))
     if devices is not None:
-        samples = samples.on(devices[0])
+        samples.options["devices"] = devices
     slots = sorted({1, *samples.options.get("slots", (1, 2, 3, 4))})
-    return _report(fn, samples, devices, str(name)), slots
+    return _report(fn, samples, str(name)), slots
 
 
-def _report(fn: Any, samples: Samples, devices: Sequence[torch.device] | None, name: str) -> str | None:
+def _report(fn: Any, samples: Samples, name: str) -> str | None:
     """What `assert_data_parallel` says of the function; None if it holds."""
     params, inputs, options = samples
     try:
         assert_data_parallel(fn, params, inputs, **options)
-        if devices is not None and len(set(devices)) > 1:
-            return difference_across(fn, samples, devices)
     except (Exception, SystemExit) as error:
         if isinstance(error, AssertionError) and str(error).startswith(f"{WHERE}: "):
             return str(error)

@@ -4,11 +4,8 @@ import difflib
 import inspect
 from typing import Any, NamedTuple
 
-import torch
-
 from fdp._command._loading import Name, load_module, told
 from fdp._command._results import Unusable
-from fdp._place import to_device
 from fdp._typing import Tree
 from fdp.testing._assertions import assert_data_parallel
 
@@ -23,13 +20,6 @@ class Samples(NamedTuple):
     params: Tree
     inputs: Tree
     options: dict[str, Any]
-
-    def on(self, device: torch.device) -> "Samples":
-        """The same with all tensors on a device."""
-        options = dict(self.options)
-        if options.get("kwargs"):
-            options["kwargs"] = to_device(options["kwargs"], device, "kwargs")
-        return Samples(to_device(self.params, device, "params"), to_device(self.inputs, device, "inputs"), options)
 
 
 def load_samples(named: str | None, module: str) -> Samples:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fdp._call import check_function
-from fdp._typing import AUTO, Auto, Dims, Executor, Function, Reduction, Tree
-from fdp.testing._case import WHERE, Case, Loss, Run
+from fdp._devices import as_devices, virtual_devices
+from fdp._typing import AUTO, Auto, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp.testing._case import WHERE, Case, Loss, Run, Way
 from fdp.testing._check import check, check_unwritten
 from fdp.testing._compare import Tolerance
 from fdp.testing._sample import Sample
@@ -28,6 +29,7 @@ def assert_data_parallel(
     slots: Sequence[int] = (1, 2, 3, 4),
     weights: Sequence[float] | None = None,
     executors: Sequence[Executor] = ("sequential", "threads"),
+    devices: Devices = None,
     order: int = 1,
     dtype: torch.dtype | None = None,
     rtol: float | None = None,
@@ -66,6 +68,8 @@ def assert_data_parallel(
         slots: How many slots to try; one is always tried, first, and gives the values of `fn` bit by bit.
         weights: Relative rows of the slots, as in `dp_apply`; of more than are tried at a time, the first count.
         executors: Which executors to try.
+        devices: Try these at the end too, one a slot; copies of the sample are on the first of them in all runs. By
+            default all slots are on the device of the sample.
         order: 2 compares second derivatives too, as Hessian-vector products.
         dtype: Convert floating-point arguments to this; `torch.float64` tells mistakes from rounding best, where
             `fn` has no tensors of its own in another. By default they stay as they are.
@@ -82,8 +86,13 @@ def assert_data_parallel(
         TypeError: The same.
     """
     check_function(fn, WHERE)
-    tolerance = _checked(slots, weights, executors, order, dtype, rtol, atol)
-    sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, WHERE)
+    tolerance = _checked(slots, executors, order, dtype, rtol, atol)
+    across = () if devices is None else as_devices(devices, WHERE)
+    if weights is not None and len(weights) < max(*slots, len(across)):
+        raise ValueError(
+            f"{WHERE}: {len(weights)} weights for up to {max(*slots, len(across))} slots; expected one a slot"
+        )
+    sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, across, WHERE)
     # All generators of the sample's device: a check must not change what the program draws afterwards.
     index = [sample.device.index] if sample.device.type == "cuda" else []
     with torch.random.fork_rng(index), torch.inference_mode(False), torch.enable_grad():
@@ -94,9 +103,12 @@ def assert_data_parallel(
             if out_dims is not AUTO:
                 raise ValueError(f"{WHERE}: out_dims is for dp_apply; the value of a loss is joined by reduction")
             case = case._replace(loss=Loss(reduction or "mean", count, has_aux, aux_dims))
-        case._replace(places=[]).split(1, executors[0])  # what is wrong with the call itself is raised here
+        numbers = dict.fromkeys((1, *slots))
+        ways = [Way(virtual_devices(n, sample.device), executor) for executor in executors for n in numbers]
+        ways += [Way(across, "auto")] if across else []
+        case._replace(places=[]).split(ways[0])  # what is wrong with the call itself is raised here
         case = case._replace(places=case.differentiable())
-        check(case, list(dict.fromkeys((1, *slots))), executors)
+        check(case, ways)
 
 
 def _is_loss(run: Run, fn: Function, out_dims: Dims | Auto) -> bool:
@@ -107,7 +119,6 @@ def _is_loss(run: Run, fn: Function, out_dims: Dims | Auto) -> bool:
 
 def _checked(
     slots: Sequence[int],
-    weights: Sequence[float] | None,
     executors: Sequence[Executor],
     order: int,
     dtype: torch.dtype | None,
@@ -119,8 +130,6 @@ def _checked(
         raise ValueError(f"{WHERE}: slots must be a sequence of positive numbers of slots, got {slots!r}")
     if isinstance(executors, str) or not executors:
         raise ValueError(f"{WHERE}: executors must be a sequence of executors, got {executors!r}")
-    if weights is not None and len(weights) < max(slots):
-        raise ValueError(f"{WHERE}: {len(weights)} weights for up to {max(slots)} slots; expected one a slot")
     if order not in (1, 2):
         raise ValueError(f"{WHERE}: order must be 1 or 2, got {order!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

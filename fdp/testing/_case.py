@@ -9,7 +9,6 @@ import torch
 
 from fdp._apply import dp_apply
 from fdp._context import AXES, Axis, Slot
-from fdp._devices import virtual_devices
 from fdp._grad import value_and_grad
 from fdp._tree import flatten
 from fdp._typing import AUTO, Auto, Dims, Executor, Function, Reduction, Tree
@@ -27,6 +26,18 @@ class Loss:
     count: Function | None
     has_aux: bool
     aux_dims: Dims
+
+
+class Way(NamedTuple):
+    """How a call is split."""
+
+    devices: tuple[torch.device, ...]
+    executor: Executor
+
+    def __str__(self) -> str:
+        n = len(self.devices)
+        where = ", ".join(map(str, self.devices)) if len(set(self.devices)) > 1 else f"{n} slot{'s' * (n > 1)}"
+        return f"on {where}, executor {self.executor!r}"
 
 
 class Run(NamedTuple):
@@ -58,10 +69,10 @@ class Case(NamedTuple):
         out = context.run(self.fn, arguments.params, *arguments.inputs, **arguments.kwargs)
         return Run(arguments, self._named(out))
 
-    def split(self, slots: int, executor: Executor) -> Run:
+    def split(self, way: Way) -> Run:
         """A call on slots."""
-        devices = virtual_devices(slots, self.sample.device)
-        weights = None if self.weights is None else self.weights[:slots]
+        devices, executor = way
+        weights = None if self.weights is None else self.weights[: len(devices)]
         arguments = self.sample.fresh(self.places)
         if self.loss is None:
             out = dp_apply(

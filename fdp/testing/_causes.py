@@ -6,8 +6,7 @@ import torch
 
 from fdp._dims import balanced
 from fdp._join import mean
-from fdp._typing import Executor
-from fdp.testing._case import Case, Loss, Run, derivatives
+from fdp.testing._case import Case, Loss, Run, Way, derivatives
 from fdp.testing._compare import Difference, Leaf, first_of, wide
 
 _MEET = (
@@ -16,10 +15,10 @@ _MEET = (
 )
 
 
-def cause_of(case: Case, whole: Run, found: Difference, n: int, executor: Executor) -> str:
+def cause_of(case: Case, whole: Run, found: Difference, way: Way) -> str:
     """What to say of a difference: its cause if one of the usual ones fits, else where to look."""
     with contextlib.suppress(Exception):  # the function is called in ways that it was never meant for
-        if n > 1 and (text := _usual(case, whole, found.leaf, n, executor)):
+        if len(way.devices) > 1 and (text := _usual(case, whole, found.leaf, way)):
             return f"Usual cause: {text}"
     if "grads" in found.leaf.path:
         text = "The values agree and the gradients do not: look for a backward that uses other rows, or their number"
@@ -30,18 +29,18 @@ def cause_of(case: Case, whole: Run, found: Difference, n: int, executor: Execut
     )
 
 
-def agrees_in_sequence(case: Case, whole: Run, n: int, executor: Executor) -> str | None:
+def agrees_in_sequence(case: Case, whole: Run, way: Way) -> str | None:
     """What is usual if the same shards agree one after the other."""
     with contextlib.suppress(Exception):
-        run = None if executor == "sequential" else case.split(n, "sequential")
+        run = None if way.executor == "sequential" else case.split(way._replace(executor="sequential"))
         if run and not (case.values(whole, run, bitwise=False) or case.gradients(whole, run)):
             text = "state that calls share, or that belongs to one thread: one after the other its shards agree"
             return f"{text}. Call modules by fdp.functional, write to no object outside, set nothing for one thread"
     return None
 
 
-def _usual(case: Case, whole: Run, leaf: Leaf, n: int, executor: Executor) -> str | None:
-    text = agrees_in_sequence(case, whole, n, executor)
+def _usual(case: Case, whole: Run, leaf: Leaf, way: Way) -> str | None:
+    text = agrees_in_sequence(case, whole, way)
     if text or "grads" in leaf.path:
         return text
     if leaf.path == "loss" and case.loss is not None:

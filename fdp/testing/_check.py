@@ -4,27 +4,24 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from fdp._typing import Executor
-from fdp.testing._case import WHERE, Case, Run
+from fdp.testing._case import WHERE, Case, Run, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError
 from fdp.testing._sample import Arguments
 
 
-def check(case: Case, slots: Sequence[int], executors: Sequence[Executor]) -> None:
+def check(case: Case, ways: Sequence[Way]) -> None:
     """Raise an AssertionError at the first run on slots that is not like the one call on the whole batch."""
     whole = case.whole(case.places)
     repeats = _check_repeats(case, whole)
-    for executor in executors:
-        for n in slots:
-            place = f"on {n} slot{'s' * (n > 1)}, executor {executor!r}"
-            with _told(case, whole, n, executor, place):
-                run = case.split(n, executor)
-            check_unwritten(case, run.arguments, place)
-            with _told(case, whole, n, executor, place):
-                found = case.values(whole, run, bitwise=n == 1 and repeats) or case.gradients(whole, run)
-            if found is not None:
-                _fail(case, whole, found, n, executor, place)
+    for way in ways:
+        with _told(case, whole, way):
+            run = case.split(way)
+        check_unwritten(case, run.arguments, str(way))
+        with _told(case, whole, way):
+            found = case.values(whole, run, bitwise=len(way.devices) == 1 and repeats) or case.gradients(whole, run)
+        if found is not None:
+            _fail(case, whole, found, way)
 
 
 def check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
@@ -55,19 +52,19 @@ def _check_repeats(case: Case, whole: Run) -> bool:
 
 
 @contextlib.contextmanager
-def _told(case: Case, whole: Run, n: int, executor: Executor, place: str) -> Iterator[None]:
+def _told(case: Case, whole: Run, way: Way) -> Iterator[None]:
     """Turn what is raised on several slots only into an AssertionError."""
     try:
         yield
     except StructureError as error:
         raise AssertionError(
-            f"{WHERE}: {error}, {place}. Usual cause: a container with a part for each row: stack it to a tensor, or "
+            f"{WHERE}: {error}, {way}. Usual cause: a container with a part for each row: stack it to a tensor, or "
             "give it the out_dim 'items'"
         ) from None
     except Exception as error:
-        if n == 1:  # misuse
+        if len(way.devices) == 1:  # misuse
             raise
-        cause = agrees_in_sequence(case, whole, n, executor) or (
+        cause = agrees_in_sequence(case, whole, way) or (
             "an output that is not made row by row, or is joined in another way than it is made"
             if str(error).startswith(("dp_apply: ", "value_and_grad: "))
             else "a fixed batch size, or a tensor that every slot gets whole although it has a row for each of the "
@@ -75,14 +72,14 @@ def _told(case: Case, whole: Run, n: int, executor: Executor, place: str) -> Ite
         )
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise AssertionError(
-            f"{WHERE}: the function works on one slot, but {place}, there was a {type(error).__name__}: {error}"
+            f"{WHERE}: the function works on one slot, but {way}, there was a {type(error).__name__}: {error}"
             f"{notes}. Usual cause: {cause}"
         ) from error
 
 
-def _fail(case: Case, whole: Run, found: Difference, n: int, executor: Executor, place: str) -> NoReturn:
+def _fail(case: Case, whole: Run, found: Difference, way: Way) -> NoReturn:
     others = f"; {len(found.others)} more too, from {found.others[0]} on" if found.others else ""
     raise AssertionError(
-        f"{WHERE}: {found.leaf.path} differs {place}, from one call with all {case.sample.rows} rows: it {found.text}"
-        f"{others}. {cause_of(case, whole, found, n, executor)}"
+        f"{WHERE}: {found.leaf.path} differs {way}, from one call with all {case.sample.rows} rows: it {found.text}"
+        f"{others}. {cause_of(case, whole, found, way)}"
     )

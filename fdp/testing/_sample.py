@@ -44,6 +44,7 @@ class Sample(NamedTuple):
         in_dims: Dims,
         kwarg_dims: Dims,
         dtype: torch.dtype | None,
+        devices: Sequence[torch.device],
         where: str,
     ) -> Self:
         args = (
@@ -59,12 +60,12 @@ class Sample(NamedTuple):
                 "fdp.gather(sharded), fdp.unreplicate(replicated)"
             )
         tensors = tensors_in([flat.leaves for flat in flats[1:]] + flats[0].leaves)
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = devices[0] if devices else tensors[0].device if tensors else torch.device("cpu")
         rows = _rows_of(plan_args(flats, device, None, where)[1], where)
         in_dims = tuple(arg.dims for arg in args)
         kwarg_dims = {name: arg.dims for name, arg in named.items()}
         sample = cls(flats, in_dims, kwarg_dims, rows, device)
-        return sample.map(lambda leaf, _: _copied(leaf, dtype))
+        return sample.map(lambda leaf, _: _copied(leaf, dtype, device if devices else None))
 
     def map(self, change: Callable[[Any, Any], Any]) -> Self:
         """The sample with each leaf changed by a function of the leaf and its dim."""
@@ -72,13 +73,9 @@ class Sample(NamedTuple):
             flats=[flat._replace(leaves=list(map(change, flat.leaves, flat.specs))) for flat in self.flats]
         )
 
-    def to(self, dtype: torch.dtype) -> Self:
-        """The sample with floating-point tensors in this precision."""
-        return self.map(lambda leaf, _: _copied(leaf, dtype))
-
     def fresh(self, places: Collection[Place] = ()) -> Arguments:
         """Copies for one run, of which those at `places` require gradients."""
-        leaves = [[_copied(leaf, None) for leaf in flat.leaves] for flat in self.flats]
+        leaves = [[_copied(leaf) for leaf in flat.leaves] for flat in self.flats]
         for i, k in places:
             leaves[i][k].requires_grad_()
         trees = [unflatten(flat.structure, part) for flat, part in zip(self.flats, leaves, strict=True)]
@@ -133,17 +130,17 @@ def _rows_of(plan: Plan, where: str) -> int:
     return sum(plan.sizes)
 
 
-def _copied(leaf: Any, dtype: torch.dtype | None) -> Any:
+def _copied(leaf: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     """A leaf of which nothing is shared; what is neither a tensor nor an array is passed as it is."""
     if isinstance(leaf, list | tuple):  # under "items"
-        return tree_map(lambda part: _copied(part, dtype), leaf)
+        return tree_map(lambda part: _copied(part, dtype, device), leaf)
     if is_array(leaf):
         return leaf.copy()
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if dtype is not None and is_inexact(leaf):
-        return leaf.detach().to(dtype.to_complex() if leaf.is_complex() else dtype, copy=True)
-    return leaf.detach().clone()
+        leaf = leaf.to(dtype.to_complex() if leaf.is_complex() else dtype)
+    return leaf.detach().clone().to(device)
 
 
 def same_bits(a: Any, b: Any) -> bool:

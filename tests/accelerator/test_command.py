@@ -1,13 +1,13 @@
 """`python -m fdp` with several accelerators: copies between every two of them, and functions across them."""
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import fdp
-from fdp._command import _across, _balance, _copies, run
-from fdp._command._samples import Samples
+from fdp._command import _balance, _copies, run
 
 DEVICES = fdp.available_devices()
 
@@ -42,41 +42,26 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "contents arrive between all 6 pairs" in out
 
 
-def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((x @ params["w"] - y) ** 2).mean()
+MODULE = """
+import torch
+
+def stays(params, x):
+    return x @ params + torch.ones(2, device="virtual:0")
+
+def predict(params, x):
+    return x @ params
+
+def sample_inputs():
+    return torch.ones(3, 2), torch.arange(21.0).view(7, 3)
+"""
 
 
-def predict(params: Any, x: torch.Tensor) -> torch.Tensor:
-    return x @ params["w"]
-
-
-def stays(params: Any, x: torch.Tensor) -> torch.Tensor:
-    return x @ params["w"] + torch.ones(2, device="virtual:0")
-
-
-def centred(params: Any, x: torch.Tensor) -> torch.Tensor:
-    return predict(params, x - x.mean(0))
-
-
-X, Y = torch.randn(7, 3), torch.randn(7, 2)
-SAMPLES = Samples({"w": torch.randn(3, 2)}, X, {})
-
-
-@pytest.mark.parametrize(
-    ("fn", "samples", "says"),
-    [
-        (predict, SAMPLES, None),
-        (loss, SAMPLES._replace(inputs=(X, Y)), None),
-        (loss, SAMPLES._replace(inputs=(X, Y), options={"reduction": "sum"}), "loss differs"),
-        (stays, SAMPLES, "there was a RuntimeError"),
-        (centred, SAMPLES, "out differs"),
-    ],
-)
-def test_functions_across_devices(fn: Any, samples: Samples, says: str | None):
-    found = _across.difference_across(fn, samples.on(DEVICES[0]), DEVICES[:3])
-    if says is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert says in found
-        assert "virtual:0, virtual:1, virtual:2" in found
+def test_check_of_functions_across_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "across_devices.py").write_text(MODULE)
+    where, devices = f"{tmp_path}/across_devices.py", ["--devices", "0,virtual:2"]
+    assert run(["check", f"{where}:predict", *devices], fdp.__version__) == 0
+    assert run(["check", f"{where}:stays", *devices], fdp.__version__) == 1
+    assert "but on virtual:0, virtual:2, executor 'auto', there was a RuntimeError" in capsys.readouterr().out

@@ -6,9 +6,8 @@ import sys
 from typing import Any
 
 from fdp._command._loading import Name, described
-from fdp._command._results import Unusable, add_devices, chosen_devices, print_document
+from fdp._command._results import Unusable, add_devices, chosen_devices, line, print_document
 from fdp._command._samples import DEFAULT, FORM, Samples, load_samples
-from fdp._terminal import line
 from fdp.testing._assertions import assert_data_parallel
 from fdp.testing._case import WHERE
 

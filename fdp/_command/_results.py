@@ -1,15 +1,14 @@
-"""What a command says: results of checks, and why it could not begin."""
+"""What a command says: results of checks, and why it could not begin. In colours in a terminal, plain elsewhere."""
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 
 from fdp._devices import as_devices, virtual_devices
-from fdp._terminal import line
 
 Status = Literal["ok", "warning", "failed"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -51,6 +50,26 @@ class Result(NamedTuple):
             line(" " * (_STATUSES + _NAMES), (text, "dim"))
         if self.advice:
             line(" " * (_STATUSES + _NAMES), "-> ", self.advice)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody is looking; a stream that is closed or missing is none."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def line(*spans: tuple[str, str] | str) -> None:
+    """Print one line of pieces, some with a rich style. It is never cut: a terminal folds it, a pipe gets it whole."""
+    pieces = [(span, "") if isinstance(span, str) else span for span in spans]
+    if not is_terminal(sys.stdout):
+        print("".join(text for text, _ in pieces).rstrip(), flush=True)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False, soft_wrap=True).print(Text.assemble(*pieces))
 
 
 def worst(results: Sequence[Result]) -> Status:

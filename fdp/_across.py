@@ -111,6 +111,11 @@ class Across:
         return sum(map(sum, self._all.rows))
 
     @property
+    def sizes(self) -> list[int]:
+        """The rows of every shard."""
+        return [rows for each in self._all.rows for rows in each]
+
+    @property
     def before(self) -> int:
         """The rows of the processes before."""
         return sum(map(sum, self._all.rows[: self.processes.wire.rank]))

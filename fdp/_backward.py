@@ -9,6 +9,7 @@ import torch
 
 from fdp._call import Shard
 from fdp._guards import is_forward_mode
+from fdp._returned import noting
 from fdp._tensor import layers
 from fdp._tree import flatten, tensors_in, unflatten
 from fdp._typing import Function, Tree
@@ -39,21 +40,27 @@ class Inputs(NamedTuple):
         return [list(islice(rest, structure.num_leaves)) for structure in self.structures]
 
 
-class Result(NamedTuple):
-    """A shard's loss, aux, and the gradients of the leaves of each differentiated argument, None where it has none."""
+class Out(NamedTuple):
+    """What a function returned for a shard, and which leaves of aux are new buffers that `functional` returned."""
 
     loss: torch.Tensor
     aux: Tree
+    buffers: frozenset[int] = frozenset()
+
+
+class Result(NamedTuple):
+    """The same with the gradients of the leaves of each differentiated argument, None where it has none."""
+
+    out: Out
     grads: list[list[torch.Tensor | None]]
     aliases: Sequence[torch.Tensor] = ()
     """What the graph of the others leads to: they stand for the leaves."""
 
 
 class Forward(NamedTuple):
-    """A shard's loss with the tensors that it is differentiated in."""
+    """What a function returned for a shard, with the tensors that it is differentiated in."""
 
-    loss: torch.Tensor
-    aux: Tree
+    out: Out
     aliases: list[torch.Tensor]
     inputs: Inputs
 
@@ -75,23 +82,24 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
 
     def loss_of(*leaves: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, aux = _call(problem, shard, inputs.build(leaves))
+        loss, aux, buffers = _call(problem, shard, inputs.build(leaves))
         flat = flatten(aux, "aux", where=problem.where)
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-        plain[:] = [flat.structure, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]]
+        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]
+        plain[:] = [flat.structure, others, buffers]
         return loss, tensors
 
     with _recording():
         loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
         seed = share()
         grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
-    structure, others = plain
+    structure, others, buffers = plain
     rest = iter(tensors)
     aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
     if create_graph is False:
         grads = [None if grad is None else grad.detach() for grad in grads]
         loss, aux = loss.detach(), _detached(aux, problem.where)
-    return Result(loss, aux, inputs.cut(grads))
+    return Result(Out(loss, aux, buffers), inputs.cut(grads))
 
 
 def _recording() -> contextlib.AbstractContextManager[object]:
@@ -112,27 +120,28 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
     graph = bool(create_graph)
     if create_graph is None:
         graph = torch.is_grad_enabled() and any(_reaches_outside(forward) for forward in forwards)
-    live = [i for i, f in enumerate(forwards) if seeds[i] != 0 and f.loss.requires_grad and f.aliases]
+    losses = [forward.out.loss for forward in forwards]
+    live = [i for i, f in enumerate(forwards) if seeds[i] != 0 and losses[i].requires_grad and f.aliases]
     grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
     if live:
         found = iter(
             torch.autograd.grad(
-                [forwards[i].loss for i in live],
+                [losses[i] for i in live],
                 [alias for i in live for alias in forwards[i].aliases],
-                [torch.full_like(forwards[i].loss, seeds[i]) for i in live],
+                [torch.full_like(losses[i], seeds[i]) for i in live],
                 create_graph=graph,
                 allow_unused=True,
             )
         )
         for i in live:
             grads[i] = list(islice(found, len(forwards[i].aliases)))
-    values = [(f.loss, f.aux) for f in forwards]
+    outs = [forward.out for forward in forwards]
     if not graph:  # without one the gradients are detached as they are
-        values = [(loss.detach(), _detached(aux, where)) for loss, aux in values]
+        outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     return [
-        Result(*value, f.inputs.cut(g), f.aliases if graph else ())
-        for f, value, g in zip(forwards, values, grads, strict=True)
+        Result(out, f.inputs.cut(g), f.aliases if graph else ())
+        for f, out, g in zip(forwards, outs, grads, strict=True)
     ]
 
 
@@ -142,8 +151,7 @@ def forward(problem: Problem, shard: Shard, *, attached: bool) -> Forward:
     with torch.enable_grad():
         # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
         aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
-        loss, aux = _call(problem, shard, inputs.build(aliases))
-    return Forward(loss, aux, aliases, inputs)
+        return Forward(_call(problem, shard, inputs.build(aliases)), aliases, inputs)
 
 
 def is_tracking() -> bool:
@@ -206,8 +214,19 @@ def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
     return args
 
 
-def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> tuple[torch.Tensor, Tree]:
-    out = problem.fn(*_args(problem, shard, trees), **shard.kwargs)
+def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
+    args = _args(problem, shard, trees)
+    if not problem.has_aux or torch.compiler.is_compiling():
+        return _checked(problem, problem.fn(*args, **shard.kwargs))
+    with noting() as returned:
+        out = _checked(problem, problem.fn(*args, **shard.kwargs))
+    if not returned:
+        return out
+    leaves = enumerate(flatten(out.aux, "aux", where=problem.where).leaves)
+    return out._replace(buffers=frozenset(i for i, leaf in leaves if returned.get(id(leaf)) is leaf))
+
+
+def _checked(problem: Problem, out: Any) -> Out:
     if problem.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"{problem.where}: with has_aux=True the function must return (loss, aux), got {_kind(out)}")
     loss, aux = out if problem.has_aux else (out, None)
@@ -220,7 +239,7 @@ def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> tuple[torch.
         raise ValueError(
             f"{problem.where}: the loss must be a 0-dim tensor, got shape {tuple(loss.shape)}; reduce it with .mean()"
         )
-    return loss, aux
+    return Out(loss, aux)
 
 
 def _kind(value: Any) -> str:
@@ -230,7 +249,7 @@ def _kind(value: Any) -> str:
 def _reaches_outside(forward: Forward) -> bool:
     """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
     inputs = {id(alias) for alias in forward.aliases}
-    stack, seen = [tensor.grad_fn for tensor in (forward.loss, *tensors_in(forward.aux))], set()
+    stack, seen = [tensor.grad_fn for tensor in (forward.out.loss, *tensors_in(forward.out.aux))], set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from fdp._accumulate import Gradients, check_differentiable
-from fdp._backward import Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
+from fdp._aux import check_means
+from fdp._backward import Out, Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
 from fdp._beginnings import begins
 from fdp._call import Call, Options, Shard, check_function, keyword_args, positional_args, prepare
 from fdp._context import Slot
 from fdp._devices import as_device
+from fdp._dims import pieces
 from fdp._executors import Mode, run, run_all, slots_of
 from fdp._gang import Meets, forget_restarts
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import must_run_together, remember_apart, runs_apart
 from fdp._together import Task
-from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp._typing import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp._wire import Again
 
 
@@ -38,7 +40,8 @@ class Differentiation:
     kwarg_dims: Dims = 0
     reduction: Reduction = "mean"
     count: Function | None = None
-    aux_dims: Dims = "mean"
+    aux_dims: Dims | Auto = AUTO
+    aux_weight: AuxWeight = "rows"
     create_graph: bool | None = None
     microbatches: int = 1
     output_device: DeviceLike | None = None
@@ -53,6 +56,10 @@ class Differentiation:
             raise ValueError(f"{self.where}: reduction must be 'mean' or 'sum', got {self.reduction!r}")
         if self.reduction == "sum" and self.count is not None:
             raise ValueError(f"{self.where}: count says what a mean is over; reduction='sum' has no use for it")
+        if self.aux_weight not in ("rows", "count"):
+            raise ValueError(f"{self.where}: aux_weight must be 'rows' or 'count', got {self.aux_weight!r}")
+        if self.aux_weight == "count" and self.count is None:
+            raise ValueError(f"{self.where}: aux_weight='count' needs count=, which says what a shard counts")
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ValueError(f"{self.where}: microbatches must be a positive int, got {self.microbatches!r}")
         if self.count is not None:
@@ -100,8 +107,7 @@ class Differentiation:
             self.microbatches,
             apart=apart and not self.create_graph,
         )
-        losses: list[Any] = [None] * len(call.shards)
-        auxes = list(losses)
+        outs: list[Any] = [None] * len(call.shards)
         aliases: list[torch.Tensor] = []
         with call.part():
             gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
@@ -110,18 +116,16 @@ class Differentiation:
             check_differentiable([call.flats[i] for i in positions], call.plan, where)
 
             def take(i: int, result: Result) -> None:
-                losses[i], auxes[i] = result.loss, result.aux
+                outs[i] = result.out
                 aliases.extend(result.aliases)
                 gradients.add(i, result.grads, [call.shards[i].args[p] for p in positions])
 
             weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
             call.watch.check(where)
-            rows = weights.own if self.reduction == "mean" else call.plan.sizes
             part = None
             if call.across is not None:
-                outs = list(zip(losses, auxes, strict=True))
-                call.check_captured([outs, gradients.sums()], aliases)
-                part = self._part(call, gradients, outs, rows, weights, target)
+                call.check_captured([[(out.loss, out.aux) for out in outs], gradients.sums()], aliases)
+                part = self._part(call, gradients, outs, weights, target)
         if part is not None:
             ours = gradients.ours()  # before others refer to them
             (value, aux), sums = part.finish(call.inputs(), gradients.sums(), ours)
@@ -129,25 +133,37 @@ class Differentiation:
             remember_apart(self.fn, apart=not must_run_together(self.fn))
         else:
             device = target or call.device
-            value = join(losses, self.reduction, rows, device, "loss", where)
-            aux = join(auxes, self.aux_dims, rows, device, "aux", where) if self.has_aux else None
+            value = join([out.loss for out in outs], self.reduction, weights.own, device, "loss", where)
+            aux = self._joined_aux(outs, call, weights, device) if self.has_aux else None
         grads = gradients.finish()
         return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
+    def _joined_aux(self, outs: Sequence[Out], call: Call, weights: "Weights", device: torch.device) -> Tree:
+        rows = weights.own if self.aux_weight == "count" else call.plan.sizes
+        dims, hint = "mean" if self.aux_dims is AUTO else self.aux_dims, ""
+        if rows is None:
+            hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
+        self._check_aux(outs, call, call.plan.sizes)
+        return join([out.aux for out in outs], dims, rows, device, "aux", self.where, hint)
+
+    def _check_aux(self, outs: Sequence[Out], call: Call, sizes: Sequence[int] | None) -> None:
+        """What has rows is no mean, if nobody said that it is. `sizes`: of all shards."""
+        if self.has_aux and self.aux_dims is AUTO and outs and sizes is not None:
+            check_means(outs[0].aux, outs[0].buffers, sizes, call.flats, self.where)
+
     def _part(
-        self,
-        call: Call,
-        gradients: Gradients,
-        outs: Sequence[Tree],
-        rows: Sequence[float] | None,
-        weights: "Weights",
-        target: torch.device | None,
+        self, call: Call, gradients: Gradients, outs: Sequence[Out], weights: "Weights", target: torch.device | None
     ) -> Part:
         """What this process adds to the results of all."""
         across = call.across
         assert across is not None
-        whole = weights.whole() if self.reduction == "mean" else across.rows
-        part = Part(across, outs, (self.reduction, self.aux_dims), rows, whole, target or call.device, self.where)
+        loss = (weights.own, weights.whole()) if self.reduction == "mean" else (call.plan.sizes, across.rows)
+        rows = (call.plan.sizes, across.rows) if self.aux_weight == "rows" and self.count is not None else loss
+        dims = (self.reduction, "mean" if self.aux_dims is AUTO else self.aux_dims)
+        trees = [(out.loss, out.aux) for out in outs]
+        if call.plan.sizes is not None:
+            self._check_aux(outs, call, [piece for size in across.sizes for piece in pieces(size, self.microbatches)])
+        part = Part(across, trees, dims, *rows, target or call.device, self.where, first=loss)
         across.ends_with(part.place(gradients.sums()))
         if outs:
             ours = gradients.ours()

@@ -46,13 +46,18 @@ def microbatched(plan: Plan, microbatches: int) -> Plan:
     """Cut every shard of a plan into pieces, as even as can be and none empty."""
     if not plan.sizes or microbatches == 1:
         return plan
-    pieces = [
+    found = [
         (slot, device, piece)
         for slot, device, size in zip(plan.slots, plan.devices, plan.sizes, strict=True)
-        for piece in balanced(size, max(1, min(size, microbatches)))
+        for piece in pieces(size, microbatches)
     ]
-    slots, devices, sizes = zip(*pieces, strict=True)
+    slots, devices, sizes = zip(*found, strict=True)
     return Plan(slots, devices, sizes)
+
+
+def pieces(rows: int, microbatches: int) -> tuple[int, ...]:
+    """The rows of each microbatch of a shard."""
+    return balanced(rows, max(1, min(rows, microbatches)))
 
 
 def balanced(rows: int, slots: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 from fdp._known import mark
+from fdp._returned import note
 from fdp._skeleton import Skeleton
 from fdp._untraced import leave_alone
 
@@ -71,8 +72,11 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
             return out, {name: bound[name] for name in buffers}
         skeleton = take(pool, module, shares=False)
         if skeleton.trusted and not _has_any_global_hook():
-            return _apply_clone(skeleton, pool, params, buffers, args, kwargs)
-        return _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+            out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
+        else:
+            out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+        note(new_buffers.values())
+        return out, new_buffers
 
     apply.out_dims = (0, "mean")  # pyright: ignore[reportFunctionMemberAccess]
     mark(apply)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 from fdp._differentiate import Differentiation
-from fdp._typing import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Reduction
+from fdp._typing import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction
 
 
 class GradOptions(TypedDict, total=False):
@@ -15,7 +15,8 @@ class GradOptions(TypedDict, total=False):
     kwarg_dims: Dims
     reduction: Reduction
     count: Function | None
-    aux_dims: Dims
+    aux_dims: Dims | Auto
+    aux_weight: AuxWeight
     create_graph: bool | None
     microbatches: int
     output_device: DeviceLike | None
@@ -35,7 +36,8 @@ def value_and_grad(
     kwarg_dims: Dims = 0,
     reduction: Reduction = "mean",
     count: Function | None = None,
-    aux_dims: Dims = "mean",
+    aux_dims: Dims | Auto = AUTO,
+    aux_weight: AuxWeight = "rows",
     create_graph: bool | None = None,
     microbatches: int = 1,
     output_device: DeviceLike | None = None,
@@ -68,8 +70,11 @@ def value_and_grad(
         reduction: `"mean"`: the loss is a mean over the rows of its batch. `"sum"`: a sum over them.
         count: If the loss is a mean over something else than rows, how many there are in a batch: called with the
             arguments of `fn`. For a mean over tokens that are not padding, their number.
-        aux_dims: How aux is joined, as out_dims in `dp_apply`; `"mean"` has the weights of the loss. With microbatches
-            each of them counts as a shard.
+        aux_dims: How aux is joined, as out_dims in `dp_apply`. By default `"mean"`, and then a leaf whose dim 0 is as
+            long as the rows of a shard is an error, on one slot too: it may have a value for each row, which 0
+            concatenates. Buffers are means whatever their size: those that `functional` returned, and what has the name
+            and the shape of a tensor that comes in whole. With microbatches each of them counts as a shard.
+        aux_weight: What a shard counts in the mean of aux: its `"rows"`, or its `"count"`, as in the loss.
         create_graph: None: results are differentiable if grad mode is on and they depend on something that requires
             grad, as in torch.func. False: they are detached. True: keep the graph.
         microbatches: Run each shard in this many pieces and accumulate: less memory, the same numbers.
@@ -84,7 +89,8 @@ def value_and_grad(
         of a `Replicated` is a `Replicated`, with the whole gradient on each of its slots.
 
     Raises:
-        ValueError: No rows, or a count of zero in all; a loss that is not 0-dim; what `dp_apply` raises.
+        ValueError: No rows, or a count of zero in all; a loss that is not 0-dim; aux that has rows and no aux_dims;
+            what `dp_apply` raises.
         TypeError: A leaf to differentiate in that is no floating-point tensor; a module instead of a function.
         RuntimeError: `fn` wrote in place to an argument.
     """
@@ -99,6 +105,7 @@ def value_and_grad(
         reduction=reduction,
         count=count,
         aux_dims=aux_dims,
+        aux_weight=aux_weight,
         create_graph=create_graph,
         microbatches=microbatches,
         output_device=output_device,

@@ -30,6 +30,8 @@ class _Shape(NamedTuple):
 class Part:
     """What the shards of this process come to; `finish` adds what those of the others do.
 
+    `weights` are for means, and `whole` is the sum over all processes; the `first` leaf may have others.
+
     Values under None, "mean", "sum", "max" and "min" are those of all processes, the others those of this one.
     """
 
@@ -43,6 +45,8 @@ class Part:
         device: torch.device,
         where: str,
         name: str = "out",
+        *,
+        first: tuple[Sequence[float] | None, float | None] | None = None,
     ) -> None:
         self._across, self._device, self._name, self._where = across, device, name, where
         self._flat: Flat | None = None
@@ -54,17 +58,19 @@ class Part:
         for i, spec in enumerate(flat.specs):
             if callable(spec):
                 flat.specs[i] = spec(flat.leaves[i]) if isinstance(flat.leaves[i], Tensor) else 0
-        own = None if weights is None else sum(weights)
-        counted = weights if own or not whole else [1.0] * len(shards)
         shards = [_widened(shard, flat) for shard in shards]
-        local = join(shards, unflatten(flat.structure, flat.specs), counted, device, name, where)
+        local = join(shards, unflatten(flat.structure, flat.specs), _counted(weights, whole), device, name, where)
         self._leaves = leaves_up_to(flat.structure, local)
+        if first is not None and first[0] is not weights:
+            column = [leaves_up_to(flat.structure, shard)[0] for shard in shards]
+            self._leaves[0] = join(column, flat.specs[0], _counted(*first), device, name, where)
         for i, (leaf, spec) in enumerate(zip(self._leaves, flat.specs, strict=True)):
             if spec != "mean" or not isinstance(leaf, Tensor) or not is_inexact(leaf):
                 continue
-            if own is None or whole is None:
+            parts, all_parts = first if first is not None and i == 0 else (weights, whole)
+            if parts is None or all_parts is None:
                 raise ValueError(f"{where}: {flat.path(i)} has out_dim 'mean', but rows are not known: pass weights")
-            self._leaves[i] = leaf * (own / whole) if own else torch.zeros_like(leaf)
+            self._leaves[i] = leaf * (sum(parts) / all_parts) if sum(parts) else torch.zeros_like(leaf)
 
     def place(self, more: Sequence[Tensor] = ()) -> Place:
         """What has to be the same in all processes; `more` tensors are summed."""
@@ -202,6 +208,11 @@ class Part:
                         "tensor is returned once: return a tensor, or choose 'list'"
                     )
         return every
+
+
+def _counted(weights: Sequence[float] | None, whole: float | None) -> Sequence[float] | None:
+    """Weights with which there is a mean of this process, although only the others count."""
+    return weights if weights is None or sum(weights) or not whole else [1.0] * len(weights)
 
 
 def _widened(shard: Tree, flat: Flat) -> Tree:

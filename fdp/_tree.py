@@ -50,6 +50,11 @@ class Flat(NamedTuple):
         """Where a leaf stands, as the user would write it: `inputs[0]['x']`."""
         return optree.treespec_accessors(self.structure)[index].codify(self.name)
 
+    def entry(self, index: int) -> Any:
+        """The last step to a leaf: a key, the name of a field or a position; None if it is the whole tree."""
+        path = optree.treespec_paths(self.structure)[index]
+        return path[-1] if path else None
+
 
 def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: str = "fdp") -> Flat:
     """Flatten a tree and give each leaf the spec that the prefix tree `dims` has for it.

@@ -18,6 +18,7 @@ Dims: TypeAlias = Any
 
 Executor: TypeAlias = Literal["auto", "sequential", "threads"]
 Reduction: TypeAlias = Literal["mean", "sum"]
+AuxWeight: TypeAlias = Literal["rows", "count"]
 Function: TypeAlias = Callable[..., Any]
 
 

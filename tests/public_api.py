@@ -17,6 +17,14 @@ def loss(w: Tensor, x: Tensor) -> Tensor:
     return (x @ w).square().mean()
 
 
+def loss_with_aux(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return loss(w, x), loss(w, x)
+
+
+def rows_of(w: Tensor, x: Tensor) -> int:
+    return len(x)
+
+
 def devices_and_seeds() -> None:
     devices: tuple[torch.device, ...] = fdp.virtual_devices(2)
     assert fdp.available_devices()
@@ -29,6 +37,9 @@ def functions(w: Tensor, x: Tensor, devices: tuple[torch.device, ...]) -> None:
     also: Tensor = fdp.shard_map(torch.mul, devices=devices, in_dims=(None, 0), out_dims=fdp.AUTO)(w, x)
     torch.testing.assert_close(out, also)
     value, grad = fdp.value_and_grad(loss, devices=devices)(w, x)
+    step = fdp.value_and_grad(loss_with_aux, has_aux=True, devices=devices, count=rows_of, aux_weight="count")
+    (_, aux), _ = step(w, x)
+    torch.testing.assert_close(aux, value)
     for other in (fdp.grad(loss, devices=devices)(w, x), fdp.grad_and_value(loss, devices=devices)(w, x)[0]):
         torch.testing.assert_close(other, grad)
     plan: fdp.Plan = fdp.explain(loss, w, x, devices, out_dims="mean")

@@ -425,7 +425,7 @@ def test_a_shard_of_weight_0_is_left_out(slots: int, transformed: bool):
         value = weighted_loss(w, x, y, mask)
         return value, {"value": value * 2, "w": w * value}
 
-    options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "count": mask_sum}
+    options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "count": mask_sum, "aux_weight": "count"}
     with torch.inference_mode(transformed):
         (value, aux), grads = fdp.value_and_grad(fn, **options)(W, X, Y, mask)
     want = oracle(weighted_loss, W, X[:4], Y[:4], mask[:4])
@@ -697,23 +697,6 @@ def test_aux_dims(slots: int, microbatches: int):
     assert sum(aux.pop("list")) == want.pop("list") == 7
     assert_close_tree(aux, want)
     assert_close_tree((value, grads), (want_loss, oracle(loss, W, X, Y)[1]))
-
-
-def test_aux_under_mean_has_the_weights_of_the_loss():
-    def fn(w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return weighted_loss(w, x, y, mask), (y * mask).sum() / mask.sum()
-
-    for slots in COUNTS:
-        aux = fdp.grad(fn, has_aux=True, devices=fdp.virtual_devices(slots), count=mask_sum)(W, X, Y, MASK)[1]
-        assert_close_tree(aux, (Y * MASK).sum() / MASK.sum())
-
-
-def test_aux_under_mean_of_a_sum_has_the_rows():
-    def fn(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (x @ w).sum(), x.mean()
-
-    aux = fdp.grad(fn, has_aux=True, devices=SLOTS, reduction="sum")(W, X)[1]
-    assert_close_tree(aux, X.mean())
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         with_aux,
         W,
         (X, Y),
-        {"has_aux": True},
+        {"has_aux": True, "aux_dims": "mean"},
     ),
     "aux-sum": (
         r"aux\['n'\] differs",
@@ -420,6 +420,11 @@ def test_the_error_of_a_shard_is_the_cause(error: Exception):
         (TypeError, "expected plain trees", {"inputs": fdp.scatter(X, SLOTS)}),
         (TypeError, "expected plain trees", {"params": fdp.replicate(W, SLOTS)}),
         (TypeError, r"the function must return \(loss, aux\)", {"has_aux": True}),
+        (
+            ValueError,
+            r"dim 0 of aux\['out'\] of shape \(7, 2\) is as long as the 7 rows",
+            {"fn": with_aux, "inputs": (X, Y), "has_aux": True},
+        ),
         (ValueError, "the loss must be a 0-dim tensor", {"reduction": "mean"}),
         (TypeError, r"args\[0\]\['n'\]", {"fn": lambda p, x: p["w"].sum(), "params": {"w": X, "n": 3}}),
         (ValueError, "out_dims is for dp_apply", {"reduction": "mean", "out_dims": 0}),

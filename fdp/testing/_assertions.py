@@ -6,7 +6,7 @@ import torch
 
 from fdp._call import check_function
 from fdp._devices import as_devices, virtual_devices
-from fdp._typing import AUTO, Auto, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp._typing import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._case import WHERE, Case, Loss, Run, Way
 from fdp.testing._check import check, check_unwritten
 from fdp.testing._compare import Tolerance
@@ -25,7 +25,8 @@ def assert_data_parallel(
     has_aux: bool = False,
     reduction: Reduction | None = None,
     count: Function | None = None,
-    aux_dims: Dims = "mean",
+    aux_dims: Dims | Auto = AUTO,
+    aux_weight: AuxWeight = "rows",
     slots: Sequence[int] = (1, 2, 3, 4),
     weights: Sequence[float] | None = None,
     executors: Sequence[Executor] = ("sequential", "threads"),
@@ -64,7 +65,7 @@ def assert_data_parallel(
         fn: The function of one shard: row-wise, or a loss.
         params, inputs, kwargs, in_dims, kwarg_dims, out_dims: As in `dp_apply`. Output leaves under `"stack"` and
             `"list"` have no counterpart on one device and are not compared.
-        has_aux, reduction, count, aux_dims: As in `value_and_grad`; for losses.
+        has_aux, reduction, count, aux_dims, aux_weight: As in `value_and_grad`; for losses.
         slots: How many slots to try; one is always tried, first, and gives the values of `fn` bit by bit.
         weights: Relative rows of the slots, as in `dp_apply`; of more than are tried at a time, the first count.
         executors: Which executors to try.
@@ -102,7 +103,7 @@ def assert_data_parallel(
         if has_aux or reduction is not None or count is not None or _is_loss(plain, fn, out_dims):
             if out_dims is not AUTO:
                 raise ValueError(f"{WHERE}: out_dims is for dp_apply; the value of a loss is joined by reduction")
-            case = case._replace(loss=Loss(reduction or "mean", count, has_aux, aux_dims))
+            case = case._replace(loss=Loss(reduction or "mean", count, has_aux, aux_dims, aux_weight))
         numbers = dict.fromkeys((1, *slots))
         ways = [Way(virtual_devices(n, sample.device), executor) for executor in executors for n in numbers]
         ways += [Way(across, "auto")] if across else []

@@ -11,7 +11,7 @@ from fdp._apply import dp_apply
 from fdp._context import AXES, Axis, Slot
 from fdp._grad import value_and_grad
 from fdp._tree import flatten
-from fdp._typing import AUTO, Auto, Dims, Executor, Function, Reduction, Tree
+from fdp._typing import AUTO, Auto, AuxWeight, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._compare import Difference, Leaf, Tolerance, first_of, leaves_of, magnitude
 from fdp.testing._sample import Arguments, Place, Sample
 
@@ -25,7 +25,8 @@ class Loss:
     reduction: Reduction
     count: Function | None
     has_aux: bool
-    aux_dims: Dims
+    aux_dims: Dims | Auto
+    aux_weight: AuxWeight
 
 
 class Way(NamedTuple):
@@ -97,6 +98,7 @@ class Case(NamedTuple):
             reduction=self.loss.reduction,
             count=self.loss.count,
             aux_dims=self.loss.aux_dims,
+            aux_weight=self.loss.aux_weight,
             weights=weights,
             executor=executor,
         )
@@ -156,7 +158,8 @@ class Case(NamedTuple):
             return [("out", out, getattr(self.fn, "out_dims", 0) if self.out_dims is AUTO else self.out_dims)]
         if not self.loss.has_aux:
             return [("loss", out, self.loss.reduction)]
-        return [("loss", out[0], self.loss.reduction), ("aux", out[1], self.loss.aux_dims)]
+        aux_dims = "mean" if self.loss.aux_dims is AUTO else self.loss.aux_dims
+        return [("loss", out[0], self.loss.reduction), ("aux", out[1], aux_dims)]
 
     def _is_differentiated(self, leaf: Leaf) -> bool:
         return requires_grad(leaf.want) if self.loss is None else leaf.path == "loss"

@@ -1,4 +1,4 @@
-"""Operations of torch.distributed that are underway: waiting for them, who is late, and leaving them behind."""
+"""Operations of torch.distributed: waiting for them, who is late, and leaving what is underway behind."""
 
 import contextlib
 import ctypes
@@ -57,7 +57,7 @@ class Operation:
         return f": {', '.join(each)}"
 
     def _absent(self, others: list[int], limit: datetime.timedelta) -> list[int] | None:
-        """Those that have not said that they wait here, and those that have ended, or None if nobody can tell."""
+        """Those that have not said that they wait here, None if nobody can tell."""
         patience = _slice(limit)  # for those that came a moment ago
         late: list[int] | None = None
 
@@ -97,10 +97,12 @@ def _slice(limit: datetime.timedelta) -> float:
 def leave(group: Any = None) -> None:
     """Destroy a group, by default that of all processes, without waiting for what is underway."""
     for work, own in list(_UNDERWAY.items()):
-        if not work.is_completed():  # gloo would wait for it, for as long as the limit allows: it ends with the process
-            for kept in (work, own):
+        if group is not None and own is not group:
+            continue
+        _UNDERWAY.pop(work, None)
+        if not work.is_completed():
+            for kept in (work, own):  # until the process ends: who destroys them waits, for as long as the limit allows
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    _UNDERWAY.clear()
     dist.destroy_process_group(group)
 
 

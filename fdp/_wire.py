@@ -98,7 +98,7 @@ class Wire:
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
-        self._missed: str | None = None
+        self._missed: str | None = None  # who, once that has been asked
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Wire | None":
         """A wire between some of these processes, all of which make it together; None if this is none of them."""
@@ -275,12 +275,12 @@ class Wire:
             with _untransformed():
                 yield
         except (RuntimeError, ValueError) as error:
-            if self._missed is None:
-                self._missed = "" if operation is None else operation.who(self._timeout)
+            if self._missed is None and operation is not None:
+                self._missed = operation.who(self._timeout)
             others = ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
             raise Elsewhere(
-                f"{name}: process {self.rank} could not reach all of the others ({others}){self._missed}. One has "
-                f"ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
+                f"{name}: process {self.rank} could not reach all of the others ({others}){self._missed or ''}. One "
+                f"has ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
                 f"fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
             ) from error
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
 from tests.distributed.pool import Failure, Pool
@@ -315,3 +316,22 @@ def test_failures_have_a_text(two: Pool):
     """Of the pool itself: what a process raises is shown."""
     outcomes = two.outcomes(total, 0)
     assert all(isinstance(outcome, Failure) and "positive number of slots" in outcome.message for outcome in outcomes)
+
+
+# ---- batches of a loader, which are lists
+
+
+def of_a_loader(mesh: Any) -> list[list[list[float]]]:
+    loader = DataLoader(TensorDataset(torch.arange(8.0), -torch.arange(8.0)), batch_size=4)
+    for batch in loader:
+        assert type(batch) is type(mesh.local(batch)) is list
+    ahead = list(fdp.prefetch(map(mesh.local, loader), mesh))
+    assert all(type(shard) is list for sharded in ahead for shard in sharded.shards)
+    return [[x.tolist() for x in shard] for sharded in ahead for shard in sharded.shards]
+
+
+def test_lists_of_a_loader_stay_lists(two: Pool):
+    assert two(of_a_loader, 2) == [
+        [[[0.0], [-0.0]], [[1.0], [-1.0]], [[4.0], [-4.0]], [[5.0], [-5.0]]],
+        [[[2.0], [-2.0]], [[3.0], [-3.0]], [[6.0], [-6.0]], [[7.0], [-7.0]]],
+    ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fdp
-from fdp._command import _balance, _check, _copies, _doctor, _hardware, _loopback, _versions, run
+from fdp._command import _balance, _copies, _doctor, _hardware, _loopback, _versions, run
 from fdp._command._results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -324,7 +324,7 @@ def one_input():
 with_options = *one_input(), {"slots": (2,), "dtype": torch.float64}
 misspelt = *one_input(), {"slot": (2,)}
 flat = *one_input(), torch.arange(7)
-number = 3
+number, one = 3, (torch.eye(3),)
 
 def none():
     raise LookupError("the user's own")
@@ -383,9 +383,13 @@ def test_function_that_differs(samples: str, module: str, capsys: pytest.Capture
         ("math:hypot", "math has no 'sample_inputs': write there a function sample_inputs() that returns"),
         ("M:loss --samples nowhere:samples", "there is no module 'nowhere'"),
         ("M:loss --samples number", "gives int; expected (params, inputs) or (params, inputs, options)"),
+        ("M:loss --samples one", "gives (Tensor); expected (params, inputs)"),
         ("M:loss --samples none", "M:none() raised LookupError: the user's own"),
-        ("M:loss --samples misspelt", "assert_data_parallel has no option 'slot'; did you mean 'slots'?"),
-        ("M:loss --samples flat", "gives Tensor as the third; expected a dict"),
+        ("M:loss --samples misspelt", "assert_data_parallel() got an unexpected keyword argument 'slot'"),
+        (
+            "M:loss --samples flat",
+            "gives (Tensor, Tensor, Tensor); expected (params, inputs) or",
+        ),
         ("M:columns --samples one_input --virtual 0", "positive number of slots"),
     ],
 )
@@ -415,10 +419,3 @@ def test_function_that_ends_the_program(module: str, capsys: pytest.CaptureFixtu
     Path(f"{module}_ends.py").write_text(text)
     assert command("check", f"{module}_ends:f") == 2
     assert "SystemExit" in capsys.readouterr().err
-
-
-def test_options_are_those_of_the_assertion():
-    from fdp._command import _samples
-
-    assert {"in_dims", "out_dims", "kwargs", "has_aux", "dtype", "slots"} <= set(_samples.OPTIONS)
-    assert _check.DEFAULT == "sample_inputs"

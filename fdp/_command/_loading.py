@@ -37,7 +37,7 @@ class Name:
         found: Any = load_module(self.module)
         for part in self.name.split("."):
             if not hasattr(found, part):
-                raise Unusable(f"{self.module} has no {self.name!r}.{_instead(found, part)}")
+                raise Unusable(f"{self.module} has no {self.name!r}{_instead(found, part)}")
             found = getattr(found, part)
         return found
 
@@ -109,13 +109,5 @@ def _is_ours(filename: str) -> bool:
 
 def _instead(found: Any, name: str) -> str:
     """What is there that may have been meant."""
-    names = [other for other in vars(found) if not other.startswith("_")] if hasattr(found, "__dict__") else []
-    close = difflib.get_close_matches(name, names, 3)
-    callables = [other for other in names if callable(getattr(found, other)) and _is_defined_in(found, other)]
-    if close:
-        return f" Did you mean {', '.join(close)}?"
-    return f" It defines {', '.join(callables[:8])}" if callables else ""
-
-
-def _is_defined_in(module: Any, name: str) -> bool:
-    return getattr(getattr(module, name), "__module__", None) == getattr(module, "__name__", None)
+    close = difflib.get_close_matches(name, dir(found), 3)
+    return f". Did you mean {', '.join(close)}?" if close else ""

@@ -89,14 +89,13 @@ def assert_data_parallel(
     check_function(fn, WHERE)
     tolerance = _checked(slots, executors, order, dtype, rtol, atol)
     across = () if devices is None else as_devices(devices, WHERE)
-    if weights is not None and len(weights) < max(*slots, len(across)):
-        raise ValueError(
-            f"{WHERE}: {len(weights)} weights for up to {max(*slots, len(across))} slots; expected one a slot"
-        )
+    most = max(*slots, len(across))
+    if weights is not None and len(weights) < most:
+        raise ValueError(f"{WHERE}: {len(weights)} weights for up to {most} slots; expected one a slot")
     sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, across, WHERE)
-    # All generators of the sample's device: a check must not change what the program draws afterwards.
-    index = [sample.device.index] if sample.device.type == "cuda" else []
-    with torch.random.fork_rng(index), torch.inference_mode(False), torch.enable_grad():
+    # All generators of the devices: a check must not change what the program draws afterwards.
+    gpus = {device.index for device in (sample.device, *across) if device.type == "cuda"}
+    with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
         case = Case(fn, sample, None, out_dims, sample.places(), order, tolerance, weights)
         plain = case.whole(())
         check_unwritten(case, plain.arguments, "in one call on the whole batch")

@@ -118,9 +118,14 @@ def leaves_up_to(structure: optree.PyTreeSpec, tree: Tree) -> list[Tree]:
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """Apply `fn` to all tensors of a tree, in the order of `tensors_in`; everything else stays."""
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Apply `fn` to all leaves of a tree, also to objects that hold tensors."""
     _register_nodes(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    return optree.tree_unflatten(structure, [fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return optree.tree_unflatten(structure, list(map(fn, leaves)))
 
 
 def tensors_in(tree: Tree) -> list[torch.Tensor]:

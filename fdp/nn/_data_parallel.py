@@ -39,9 +39,10 @@ class DataParallel(nn.Module, Generic[M]):
     >>> list(model.state_dict())
     ['module.weight', 'module.bias']
 
-    Inputs are split as `torch.chunk` does, each by itself but in equally many parts, the module's parameters and buffers copied to the other devices, replicas of
-    the module run, and their outputs joined. Where nothing is split the module runs once, on the first device. Without
-    an accelerator and without a CPU among `device_ids`, calls go to the module itself.
+    `torch.chunk` splits each input by itself, but all in equally many parts, the module's parameters and buffers are
+    copied to the other devices, replicas of the module run, and their outputs are joined. Where nothing is split the
+    module runs once, on the first device. Without an accelerator and without a CPU among `device_ids`, calls go to the
+    module itself.
 
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 

@@ -13,6 +13,7 @@ from fdp._place import Memo, flatten_args, place, plan_args, rows_of
 from fdp._slots import Slots
 from fdp._tree import Flat, tensors_in
 from fdp._typing import DeviceLike, Tree
+from fdp.nn._stores import with_stores, without_stores
 
 Inputs = tuple[tuple[Any, ...], ...]
 Keywords = tuple[dict[str, Any], ...]
@@ -24,7 +25,10 @@ _SCALARS = (
     "Was asked to gather along dimension {}, but all input tensors were scalars; will instead unsqueeze and return a "
     "vector."
 )
-_HINT = "fdp.dp_apply has out_dims to say how each leaf is joined; a DataParallel can override gather"
+_HINT = (
+    "fdp.dp_apply has out_dims to say how each leaf is joined; a DataParallel can override gather. A model of "
+    "transformers returns no cache with use_cache=False"
+)
 
 
 def scatter(inputs: Tree, target_gpus: Sequence[DeviceLike | int], dim: int = 0) -> Sequence[Tree]:
@@ -92,8 +96,9 @@ def gather(outputs: Sequence[Tree], target_device: DeviceLike | int, dim: int = 
     {'x': tensor([0., 0., 1.]), 'name': 'a'}
 
     Args:
-        outputs: A tree for each device. Tensors are concatenated, 0-dim tensors make a vector. Other values must be
-            equal and are returned once.
+        outputs: A tree for each device. Tensors are concatenated, 0-dim tensors make a vector. Objects that can be
+            iterated and hold tensors, such as a cache of keys and values, are joined part by part. Other values must
+            be equal and are returned once.
         target_device: Where the result goes; an int is the index of an accelerator.
         dim: The dimension that is concatenated.
 
@@ -158,7 +163,9 @@ def join_outputs(outputs: Sequence[Tree], device: torch.device, dim: int, where:
     check_dim(dim, where)
     if any(tensor.ndim == 0 for tensor in tensors_in(outputs[0])):
         warnings.warn(_SCALARS.format(dim), stacklevel=3)
-    return join(outputs, lambda tensor: dim if tensor.ndim else "stack", None, device, "output", where, _HINT)
+    marked, stores = without_stores(outputs, device, dim, where)
+    joined = join(marked, lambda tensor: dim if tensor.ndim else "stack", None, device, "output", where, _HINT)
+    return with_stores(joined, stores)
 
 
 def _split(

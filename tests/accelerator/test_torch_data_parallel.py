@@ -370,6 +370,40 @@ def test_lists_and_dicts_that_forward_fills(hooked: bool):
     assert_same(*found)
 
 
+class Pairs:
+    """What torch's gather joins as it would a tuple: by iterating, and by calling the class with what it has joined."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.pairs = [tuple(pair) for pair in pairs]
+        self.device = self.pairs[0][0].device
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pairs)
+
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3))
+
+    def forward(self, x: Tensor) -> Any:
+        return {"out": x * self.weight, "cache": Pairs([(x * self.weight, x.sin()), (x, x * x)])}
+
+
+@pytest.mark.parametrize("target", [0, 3])
+def test_objects_that_torch_gathers_by_iterating(target: int):
+    found = []
+    for torchs in (False, True):
+        module = WithCache().to(DEVICES[2])
+        with running(torchs):
+            out = wrapped(torchs, module, (2, 0, 1), output_device=target)(ROWS)
+            loss_of((out["out"], out["cache"].pairs)).backward()
+        assert type(out["cache"]) is Pairs
+        assert out["cache"].device == DEVICES[target]
+        found.append((out["out"], out["cache"].pairs, module.weight.grad))
+    assert_same(*found)
+
+
 # ---- scatter, gather, replicate, parallel_apply
 
 

@@ -510,7 +510,8 @@ def test_strided_grad_layout(formats: list[torch.memory_format], dtypes: list[to
 
 @pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu"] * 4], ids=["1", "2", "4"])
 def test_parameter_list_dict_replica(devices: Any):
-    """In torch parameters() of a replica is empty."""
+    """In torch parameters() of a replica is empty, and those of the first have a `grad_fn` too."""
+    leaves: list[bool] = []
 
     class Holding(nn.Module):
         def __init__(self) -> None:
@@ -524,12 +525,15 @@ def test_parameter_list_dict_replica(devices: Any):
             assert list(self.dict) == ["a", "b"]
             assert [tensor.requires_grad for tensor in own] == [True, True, True, False]
             assert len(list(self.parameters())) == 4
+            leaves.append(self.list[0].is_leaf)
             return x * self.list[0] + self.list[1] * self.dict["a"] + self.dict["b"]
 
     module, x = Holding(), numbers(5, 3)
     want = module(x)
     grads = torch.autograd.grad((want**2).sum(), [*module.list, module.dict["a"]])
-    got = DataParallel(module, devices)(x)
+    leaves.clear()
+    got = DataParallel(module, devices, executor="sequential")(x)
+    assert leaves == [True] + [False] * (len(leaves) - 1)
     (got**2).sum().backward()
     assert_close_tree(got, want)
     assert_close_tree([param.grad for param in (*module.list, module.dict["a"])], list(grads))

@@ -304,6 +304,7 @@ PARITY: dict[str, str | tuple[str, ...]] = {
     "T26": "test_data_parallel_upstream.py::test_autocast",
     "T27": "test_data_parallel_upstream.py::test_save_replica_module",
     "T28": "test_data_parallel_upstream.py::test_strided_grad_layout",
+    # But for one thing: the parameters of the first replica are the module's own, leaves without a `grad_fn`.
     "T29": "test_data_parallel_upstream.py::test_parameter_list_dict_replica",
     "T30": (
         "test_data_parallel_upstream.py::test_data_parallel_module",

@@ -168,10 +168,10 @@ def _common_rows(
 ) -> int | None:
     """The rows that all split leaves have, None if there is no such leaf."""
     split = [
-        (flat, i, size)
+        (flat, i, rows_of(leaf, spec))
         for flat in flats
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-        if (size := rows_of(leaf, spec)) >= 0
+        if rows_of(leaf, spec) >= 0
     ]
     rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
     if any(size != rows[0] for size in rows):

@@ -208,6 +208,7 @@ BATCH = ({"x": X, "n": Y, "a": numbers(3).numpy()}, {"in_dims": {"x": 0, "n": 0,
 MEET, UNKNOWN = "rows that see each other", "No usual cause fits: look for what depends on how many rows"
 WRONG: dict[str, tuple[Any, ...]] = {
     # what differs, why, the function, its arguments
+    "named-grads": (r"out\['grads'\] differs", MEET, lambda w, x: {"grads": x.softmax(0)}, W, X),
     "softmax": (r"out differs on 2 slots, executor 'sequential'.* all 7 rows", MEET, lambda w, x: x.softmax(0), W, X),
     "cumsum": ("out differs", MEET, lambda w, x: x.cumsum(0), W, X),
     "reverse-cumsum": ("out differs", MEET, lambda w, x: x.flip(0).cumsum(0).flip(0), W, X),

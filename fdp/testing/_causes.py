@@ -13,6 +13,7 @@ _MEET = (
     "batch statistics (BatchNorm in train mode, a mean, softmax, sort or cumulative sum over dim 0) or pairs of rows "
     "(contrastive losses, in-batch negatives)"
 )
+_GRADIENTS = ("grads", "second-order grads")  # what their paths begin with
 
 
 def cause_of(case: Case, whole: Run, found: Difference, way: Way) -> str:
@@ -20,7 +21,7 @@ def cause_of(case: Case, whole: Run, found: Difference, way: Way) -> str:
     with contextlib.suppress(Exception):  # the function is called in ways that it was never meant for
         if len(way.devices) > 1 and (text := _usual(case, whole, found.leaf, way)):
             return f"Usual cause: {text}"
-    if "grads" in found.leaf.path:
+    if found.leaf.path.startswith(_GRADIENTS):
         text = "The values agree and the gradients do not: look for a backward that uses other rows, or their number"
         return f"{text}, in an autograd.Function, a hook on a tensor, or a detach"
     return (
@@ -41,7 +42,7 @@ def agrees_in_sequence(case: Case, whole: Run, way: Way) -> str | None:
 
 def _usual(case: Case, whole: Run, leaf: Leaf, way: Way) -> str | None:
     text = agrees_in_sequence(case, whole, way)
-    if text or "grads" in leaf.path:
+    if text or leaf.path.startswith(_GRADIENTS):
         return text
     if leaf.path == "loss" and case.loss is not None:
         return _loss(case, leaf, case.loss)
@@ -86,8 +87,7 @@ def _loss_and_gradients(case: Case) -> torch.Tensor:
 
 def _joined(case: Case, leaf: Leaf) -> str | None:
     """Which other way to join two parts of the batch gives the whole."""
-    parts = [_at(part, leaf.path) for part in _parts(case)]
-    both = torch.stack(parts)
+    both = torch.stack(parts := [_at(part, leaf.path) for part in _parts(case)])
     ways = {"sum": both.sum(0), "mean": mean(parts, balanced(case.sample.rows, 2)), "max": both.amax(0)}
     ways |= {"min": both.amin(0), 0: both.reshape(-1, *both.shape[2:])}
     right = [how for how, value in ways.items() if how != leaf.spec and _agree(case, leaf.want, value)]

@@ -1464,6 +1464,44 @@ def test_calls_as_torch_does(how, hooked):
         close(module.note, oracle.note)
 
 
+class WithAllBuffers(nn.Module):
+    """Tied weights, a buffer with two names, one that is not persistent, one that is None, a module with two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=1.0)
+        self.second, self.again = nn.Linear(3, 3), self.norm
+        self.second.weight = self.first.weight
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.register_buffer("sums", torch.zeros(3))
+        self.register_buffer("same", self.sums)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        x = self.again(self.second(self.first(x)))
+        self.hidden = self.hidden + x[0].detach()
+        self.sums += x[-1].detach()
+        return x + self.hidden + self.same
+
+
+def test_buffers_are_written_back_to_the_module():
+    """By the loop that the migration page has."""
+    module, (x,) = seeded(WithAllBuffers), X()
+    oracle = copy.deepcopy(module)
+    apply, (params, buffers) = functional(module)
+    for factor in (1, 2):
+        _, buffers = apply((params, buffers), factor * x)
+        oracle(factor * x)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+    close(dict(module.named_buffers()), dict(oracle.named_buffers()))
+    close(dict(module.state_dict()), dict(oracle.state_dict()))
+    assert module.same is module.sums
+    close(module(x), oracle(x))
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*second.weight.*Unexpected key.*hidden"):
+        module.load_state_dict(params | buffers)
+
+
 def test_functional_call_writes_rebound_tensors_into_an_only_dict():
     for make in (Buffers, lambda: with_function_over(Buffers())):
         module = make()

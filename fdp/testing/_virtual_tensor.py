@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from fdp.testing import _virtual_device as virtual
 
+CPU = torch.device("cpu")
 _DATA: Any = torch.Tensor.data
 
 
@@ -150,8 +151,16 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             _take_over_shape(tensor)
     if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):  # these leave it to the kernel of a device
         torch.autograd.graph.increment_version(x for x in _written(func, args, kwargs) if not x.is_inference())
-    # What is written in place is also returned, and stays the tensor that it was.
-    return tree_map_only(torch.Tensor, lambda x: held[id(x)] if written and id(x) in held else _on(target, x), out)
+    with _as_viewed(func, args):
+        # What is written in place is also returned, and stays the tensor that it was.
+        return tree_map_only(torch.Tensor, lambda x: held[id(x)] if written and id(x) in held else _on(target, x), out)
+
+
+def _as_viewed(func: OpOverload, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[object]:
+    """A view is an inference tensor if its base is one, and not because the mode is on."""
+    if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def _common_device(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -196,7 +205,8 @@ def _take_over_shape(tensor: VirtualTensor) -> None:
 
 def _host_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a factory, for the held tensor. Pinned memory is for the host of a real accelerator only."""
-    here = {"device": torch.device("cpu"), "pin_memory": False}
+    device = options.get("device")
+    here = {"device": device if device is None or device.type != virtual.NAME else CPU, "pin_memory": False}
     return {name: here.get(name, value) if value is not None else None for name, value in options.items()}
 
 

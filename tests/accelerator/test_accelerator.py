@@ -435,6 +435,29 @@ def test_inference_mode():
     assert x.is_inference()
 
 
+def test_views_in_inference_mode():
+    x = torch.arange(6.0, device=ONE).view(2, 3)
+    with torch.inference_mode():
+        views = [x.t(), x.view(-1), x[0], *x.split(1), x.expand(4, 2, 3), x.detach()]
+        assert not any(view.is_inference() for view in views)  # as their base
+        assert (x * 2).t().is_inference()
+        assert all(view.is_inference() for view in (x * 2).split(1))
+        assert vmap(lambda row: row.t() * 2)(x.unsqueeze(0)).tolist() == [(x * 2).t().tolist()]
+
+
+def test_tensors_without_values():
+    x = torch.ones(2, 3, device=ONE)
+    for meta in (
+        x.to("meta"),
+        x.to(device="meta"),
+        torch.zeros_like(x, device="meta"),
+        x.new_zeros(2, 3, device="meta"),
+    ):
+        assert (meta.device.type, meta.shape) == ("meta", x.shape)
+    tangent = jvp(lambda x: x.to(TWO) * 2.0, (x,), (x,))[1]  # which asks for shapes there
+    assert (tangent.device, tangent.tolist()) == (TWO, (x * 2).tolist())
+
+
 def test_pinned_memory_is_ignored():
     x = torch.arange(3).pin_memory()
     assert x.to(ONE, non_blocking=True).tolist() == [0, 1, 2]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -250,7 +250,8 @@ class Differentiation:
         try:
             for batch in _rounds(call.plan.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
-                results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
+                with _noting([slots[i] for i in batch]):
+                    results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
@@ -280,6 +281,20 @@ class Weights:
     def share(self, index: int) -> float:
         """The part of a shard in the whole."""
         return self.own[index] / self.whole()
+
+
+@contextlib.contextmanager
+def _noting(slots: Sequence[Slot]) -> Iterator[None]:
+    """A failure in the backward of several shards says so: which of them it was in, autograd does not tell."""
+    try:
+        yield
+    except Exception as error:
+        where = ", ".join(dict.fromkeys(str(slot.device) for slot in slots))
+        with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+            error.add_note(
+                str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
+            )
+        raise
 
 
 def _rounds(slots: Sequence[int]) -> list[list[int]]:

@@ -150,6 +150,29 @@ def test_the_gradients_of_one_device(devices: list[Any], executor: Any, source: 
     assert_close_tree(to((value, grads), "cpu"), want)
 
 
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("devices", "note"),
+    [
+        (DEVICES[:1], "in shard 0 of 1, rows 0:10, on virtual:0"),
+        (DEVICES[:2], "in the one backward of 2 shards, on virtual:0, virtual:1"),
+    ],
+)
+def test_l12_a_failure_in_the_backward_is_noted(devices: Any, note: str):
+    with pytest.raises(ValueError, match="mine") as caught:
+        fdp.grad(lambda p, x: FailsBackward.apply(loss(p, x)), devices=devices)(PARAMS, ROWS)
+    assert caught.value.__notes__ == [note]
+
+
 @executors
 def test_gradients_on_the_output_device(executor: Any):
     get = fdp.value_and_grad(

@@ -6,7 +6,6 @@ import dataclasses
 import operator
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
@@ -82,6 +81,15 @@ class Axis(NamedTuple):
     wanted: list[str]
 
 
+@final
+class Calls:
+    """How many calls a slot has made: a number that is the same in all slots, whatever they are inside of."""
+
+    def __init__(self, path: tuple[int, ...]) -> None:
+        self.path, self.count = path, 0
+
+
+CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("fdp_calls", default=None)
 WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # that of the axis of the next slots
 AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
 
@@ -89,7 +97,7 @@ AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axe
 class Beside(Protocol):
     """The place of a shard beside others of its call that other threads run."""
 
-    def alone(self) -> None:
+    def alone(self, *, next_time: bool) -> None:
         """Wait until no other shard runs, and let none begin before this one ends."""
         ...
 
@@ -97,11 +105,11 @@ class Beside(Protocol):
 SIDE_BY_SIDE: "contextvars.ContextVar[Beside | None]" = contextvars.ContextVar("fdp_side_by_side", default=None)
 
 
-def be_alone() -> None:
-    """Called in front of what only one thread can use."""
+def be_alone(*, next_time: bool = True) -> None:
+    """Called in front of what only one thread can use; `next_time` its function is to run in order at once."""
     beside = SIDE_BY_SIDE.get()
     if beside is not None:
-        beside.alone()
+        beside.alone(next_time=next_time)
 
 
 def current_slot() -> Slot | None:
@@ -112,19 +120,18 @@ def current_slot() -> Slot | None:
 
 def run_in_slot(
     slot: Slot,
-    seed: int | None,
     call: Callable[[], Any],
     context: contextvars.Context | None = None,
     gang: Any = None,
 ) -> Any:
     """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
     if torch.compiler.is_compiling():
-        if seed is not None:
-            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
         return call()
 
     def enter() -> Any:
         _SLOT.set(slot)
+        around = CALLS.get()
+        CALLS.set(Calls(() if around is None else (*around.path, around.count)))
         AXES.set((*AXES.get(), Axis(slot, gang, WANTED.get([]))))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with (
@@ -132,16 +139,13 @@ def run_in_slot(
             _current_device(slot.device),
             stage(f"shard {slot.own_index}"),
         ):
-            return watched() if seed is None else _seeded(seed, slot, watched)
-
-    def watched() -> Any:
-        watcher = ON_SHARD.get()
-        if watcher is None:
-            return call()
-        watcher(slot, "before")
-        result = call()
-        watcher(slot, "after")
-        return result
+            watcher = ON_SHARD.get()
+            if watcher is None:
+                return call()
+            watcher(slot, "before")
+            result = call()
+            watcher(slot, "after")
+            return result
 
     return (context or contextvars.copy_context()).run(enter)
 
@@ -191,15 +195,30 @@ class ProcessLock:
     def _renew(self) -> None:
         self.lock = threading.RLock()
 
+    def acquire(self) -> None:
+        """Wait for it."""
+        if not LENT.get():
+            self.lock.acquire()
+
+    def release(self) -> None:
+        """Let others have it."""
+        if not LENT.get():
+            self.lock.release()
+
+    def is_here(self) -> bool:
+        """Whether this thread has it, or one that waits for this thread."""
+        return LENT.get() or self.lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue]
+
     def held(self) -> contextlib.AbstractContextManager[object]:
         """The lock itself: a context manager in Python could keep it if an interrupt comes as it is entered."""
-        return self.lock
+        return contextlib.nullcontext() if LENT.get() else self.lock
 
 
+LENT = contextvars.ContextVar("fdp_lent", default=False)  # this thread may do what a thread may that waits for it
 EXCLUSIVE = ProcessLock()
 """Held by what cannot go on in two threads: draws from torch's generators, calls of a module in place, forward mode.
 
-One lock for all, so that no two threads can wait for each other's.
+One lock for all, so that no two threads can wait for each other's. Who holds it waits for nobody: see `_turns`.
 """
 
 
@@ -214,32 +233,6 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
     if device.type in ("cpu", "meta") or not 0 <= (device.index or 0) < torch.accelerator.device_count():
         return contextlib.nullcontext()  # under FakeTensorMode there may be devices that do not exist
     return torch.accelerator.device_index(device.index)
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Those that a function on a device draws from."""
-    generators = [torch.default_generator]
-    if device.type not in ("cpu", "meta"):
-        generators.append(torch.get_device_module(device).default_generators[device.index])
-    return generators
-
-
-def _seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
-    """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
-    be_alone()
-    generators = generators_of(slot.device)
-    own = fold_in(seed, slot.index)
-    own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
-    with EXCLUSIVE.held():  # the default generator is one for all threads
-        IN_ORDER.set(True)  # until the end of the shard's context
-        states = [generator.get_state() for generator in generators]
-        restore = map(torch.Generator.set_state, generators, states)
-        try:
-            for generator in generators:
-                generator.manual_seed(own)
-            return call()
-        finally:
-            deque(restore, 0)  # one call of C, which no interrupt comes before or into
 
 
 leave_alone(globals(), ["run_in_slot"])

@@ -21,7 +21,7 @@ from fdp._executors import Mode, run, run_all, slots_of
 from fdp._gang import Meets, forget_restarts
 from fdp._join import join
 from fdp._join_across import Part
-from fdp._known import must_run_together, remember_apart, runs_apart
+from fdp._known import meets, must_run_together, remember_apart, runs_apart
 from fdp._together import Task
 from fdp._typing import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp._wire import Again
@@ -238,7 +238,7 @@ class Differentiation:
             return run(tasks, slots, mode, take)
         attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in call.inputs())
         graph = True if attached else self.create_graph
-        if must_run_together(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
+        if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
                 Task(functools.partial(self._alone, problem, attached, share, graph), shard)

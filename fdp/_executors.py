@@ -14,6 +14,7 @@ from fdp._across import Across
 from fdp._context import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._dims import Plan
 from fdp._gang import Meets, Together, forget_restarts
+from fdp._generators import seeded
 from fdp._guards import is_forward_mode
 from fdp._known import (
     compilations,
@@ -21,8 +22,8 @@ from fdp._known import (
     is_marked,
     mark,
     may_compile,
+    meets,
     must_run_in_order,
-    must_run_together,
     note,
     remember_together,
 )
@@ -110,8 +111,10 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
     if not tasks:  # other processes have them
         return
     if torch.compiler.is_compiling():
+        if mode.seed is not None:
+            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
         for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
-            take(i, run_in_slot(slot, mode.seed, task))
+            take(i, run_in_slot(slot, task))
         return
     taken: list[int] = []
     name, failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
@@ -134,7 +137,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
 
 
 def _is_known_to_meet(mode: Mode) -> bool:
-    return mode.effects or (must_run_together(mode.fn) and not IN_PLACE.get())  # where collectives are refused
+    return mode.effects or (meets(mode.fn) and not IN_PLACE.get())  # where collectives are refused
 
 
 def _run_apart(
@@ -208,7 +211,7 @@ def _run_in_order(
     failures: list[tuple[Slot, Exception]] = []
     for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
         try:
-            result = run_in_slot(slot, seed, task)
+            result = run_in_slot(slot, task if seed is None else functools.partial(seeded, seed, slot, task))
         except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
             raise
         except Exception as error:

@@ -97,6 +97,7 @@ def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwarg
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
     """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
+    be_alone()  # before the lock: others may wait for it
     with EXCLUSIVE.held():
         tokens = IN_ORDER.set(True), IN_PLACE.set(True)
         try:

@@ -1,6 +1,5 @@
 """Where the slots of a call meet that are all alive at once."""
 
-import contextvars
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,13 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from fdp._across import Across
-from fdp._context import Slot, text_of
+from fdp._context import AXES, Slot, text_of
+from fdp._guards import firm
 from fdp._shield import soon
 from fdp._state import ThreadState
-from fdp._turns import Abandoned, Member, Turns, Wait
+from fdp._turns import Abandoned, Turns, Wait, this_member
 from fdp._wire import Again
-
-MEMBER: "contextvars.ContextVar[Member | None]" = contextvars.ContextVar("fdp_member", default=None)
 
 
 class Together(BaseException):
@@ -79,6 +77,7 @@ class Gang:
         self._meetings: dict[Any, _Meeting] = {}
         self._met: list[Counter[Any]] = [Counter() for _ in slots]
         self._ended: dict[int, str] = {}
+        self.known: dict[Any, bool] = {}  # see `meets` in fdp._known
         self.start: Callable[[], None] | None = None  # the other slots, when they are first needed
 
     def place(self, slot: Slot) -> int:
@@ -95,9 +94,14 @@ class Gang:
 
         Always the same slot: memory that a thread has freed serves the next results.
         """
-        member = MEMBER.get()
+        member = this_member()
         if member is None:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
+        if member.turns is not self.turns or firm() > member.firm:
+            raise RuntimeError(
+                f"{what.name}: slots cannot wait for each other inside forward-mode differentiation (jvp, jacfwd, "
+                "hessian), nor in a module that is called in place. Call it outside of these"
+            )
         if self.start is not None:
             self.start()
         with self._lock:
@@ -137,17 +141,30 @@ class Gang:
         self.start = None
         self._meetings.clear()
 
-    def where(self, missing: Sequence[int]) -> str:
+    def have_ended(self, missing: Sequence[int]) -> bool:
+        """Whether one of them comes no more."""
+        return not self._ended.keys().isdisjoint(missing)
+
+    def where(self, missing: Sequence[int], own: str) -> str:
         """What those do for whom a slot waits."""
         said = []
         for other in missing:
             if other in self._ended:
                 said.append(f"shard {self.first + other} {self._ended[other]}")
                 continue
-            at = [meeting.whats[other].name for meeting in list(self._meetings.values()) if other in meeting.whats]
+            at = [meeting.named(other) for meeting in list(self._meetings.values()) if other in meeting.whats]
+            at += [wait.where.name for wait in self.turns.waits() if (self, other) in wait.where.inside]
             name = f"shard {self.first + other}"
-            said.append(f"{name} waits in {at[0]}" if at else f"{name} has not come to it")
+            elsewhere = " elsewhere" if own in at[:1] else ""
+            said.append(f"{name} waits in {at[0]}{elsewhere}" if at else f"{name} has not come to it")
         return ", ".join(said)
+
+
+class Where(NamedTuple):
+    """The collective that a thread waits in, and the slots that it is inside of."""
+
+    name: str
+    inside: list[tuple[Gang, int]]
 
 
 @final
@@ -158,6 +175,7 @@ class _Meeting:
         self.whats: dict[int, What] = {}
         self.waits: dict[int, Wait] = {}
         self.results: list[Any] = []
+        self._is_nested = False
 
     def missing(self) -> list[int]:
         """Without whom it cannot be concluded."""
@@ -166,7 +184,15 @@ class _Meeting:
 
     def come(self, index: int, what: What, value: Any) -> Wait:
         self.values[index], self.whats[index] = value, what
-        return self.waits.setdefault(index, Wait(lambda: self.explain(index)))
+        axes = AXES.get()
+        self._is_nested = len(axes) > 1
+        inside = [(axis.gang, axis.gang.place(axis.slot)) for axis in axes if axis.gang is not None]
+        return self.waits.setdefault(index, Wait(lambda: self.explain(index), Where(self.named(index), inside)))
+
+    def named(self, index: int) -> str:
+        """The collective that a slot is in, with its axis where there are several."""
+        name = self.whats[index].name
+        return f"{name} over {self._gang.slots[0].axis_name!r}" if self._is_nested else name
 
     def conclude(self, combine: Callable[[list[Any]], list[Any]]) -> None:
         """Combine the values, and let all go on."""
@@ -183,10 +209,14 @@ class _Meeting:
 
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""
-        return Abandoned(
-            f"{self.whats[index].name} in shard {self._gang.first + index} waits in vain: "
-            f"{self._gang.where(self.missing())}. All shards must call the same collectives in the same order"
+        missing = self.missing()
+        error = Abandoned(
+            f"{self.named(index)} in shard {self._gang.first + index} waits in vain: "
+            f"{self._gang.where(missing, self.named(index))}. "
+            "All shards must call the same collectives in the same order"
         )
+        error.follows = self._gang.have_ended(missing)
+        return error
 
     def _check(self) -> None:
         whats = [(self._gang.first + i, what) for i, what in sorted(self.whats.items())]

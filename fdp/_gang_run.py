@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fdp._context import EXCLUSIVE, IN_ORDER, SIDE_BY_SIDE, Slot, fold_in, run_in_slot, text_of
-from fdp._gang import MEMBER, Gang, Settings
+from fdp._context import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Beside, Slot, be_alone, fold_in, run_in_slot, text_of
+from fdp._gang import Gang, Settings
 from fdp._generators import KeptGenerators, OwnGenerators
+from fdp._guards import firm
 from fdp._seats import Job, begin, is_any_at_work
 from fdp._shield import shielded
 from fdp._tensor import bytes_of
-from fdp._turns import Abandoned, Member, Turns
+from fdp._turns import MEMBER, Abandoned, Member, Turns, this_member
 
 Task = Callable[[], Any]
 
@@ -35,6 +36,8 @@ def run_gang(
 
     With a seed one runs at a time, and each draws from generators of its own.
     """
+    if settings.seed is not None:
+        be_alone()  # nobody else is to draw from what its slots draw from
     run = _Run(tasks, slots, settings, token, settings.limit)
     if settings.seed is None and settings.limit == 1 and not settings.joint:
         run.take_seed()
@@ -52,6 +55,17 @@ def run_gang_here(
     return run.outcome(run.here)
 
 
+def _turns(limit: int) -> tuple[Member | None, Turns]:
+    """The turns that slots take part in, and the member that waits for them meanwhile.
+
+    Where this thread has something that it cannot give back, it keeps its turn, and the slots have turns of their own.
+    """
+    around = this_member()
+    if around is not None and firm() <= around.firm:
+        return around, around.turns
+    return None, Turns(1 if EXCLUSIVE.is_here() else limit)
+
+
 @final
 class _Run:
     def __init__(
@@ -62,8 +76,8 @@ class _Run:
         token: object,
         limit: int,
     ) -> None:
-        self._around = MEMBER.get()
-        turns = Turns(limit) if self._around is None else self._around.turns
+        self._around, turns = _turns(limit)
+        self._is_lent = EXCLUSIVE.is_here() if self._around is None else LENT.get()
         self._gang = Gang([places[0] for places in slots], settings, turns, token)
         self._tasks, self._slots, self._settings = tasks, slots, settings
         self._results: list[list[Any]] = [[] for _ in tasks]
@@ -133,11 +147,11 @@ class _Run:
 
         def start() -> None:
             self._jobs, self._gang.start = jobs, None
-            self._gang.turns.expect(len(jobs))
+            self._gang.turns.expect(len(jobs), self._around)
             try:
                 begin(jobs)
             except RuntimeError:  # there can be no more threads
-                self._gang.turns.expect(-len(jobs))
+                self._gang.turns.expect(-len(jobs), self._around)
                 raise
 
         if MEMBER.get() is None:  # nobody else takes these turns yet
@@ -159,13 +173,14 @@ class _Run:
 
     def _serve_here(self, index: int) -> None:
         """What the calling thread does for a slot; raises what is no Exception."""
-        has_own = index > 0 or self._settings.state.fake is not None
-        member = Member(self._gang.turns, None if has_own else KeptGenerators(self._slots[0][0].device))
+        around, faking = self._around, self._settings.state.fake is not None
+        keeps = index == 0 and not faking and (around is None or not around.belongings)
+        member = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
         self._first = member
         before = torch._C._is_multithreading_enabled()
         try:
             torch._C._set_multithreading_enabled(before and index > 0)
-            shielded(partial(self._gang.turns.expect, 1))
+            shielded(partial(self._gang.turns.expect, 1, around))
             contextvars.copy_context().run(self._run_as, index, member)
         except Exception as error:
             self._errors.setdefault(index, (self._slots[index][0], error))
@@ -177,19 +192,26 @@ class _Run:
         faking = self._settings.state.fake is not None
         random = None if seed is None or faking else OwnGenerators(fold_in(seed, place.index), place.device)
         self._randoms += [] if random is None else [random]
-        self._run_as(index, Member(self._gang.turns, random))
+        self._run_as(index, self._member([] if random is None else [random]), random)
 
-    def _run_as(self, index: int, member: Member) -> None:
+    def _member(self, own: Sequence[OwnGenerators]) -> Member:
+        """With generators of its own, or those of the one that waits for it."""
+        around = self._around
+        return Member(self._gang.turns, own or (around.belongings if around is not None else ()), around, firm())
+
+    def _run_as(self, index: int, member: Member, random: OwnGenerators | None = None) -> None:
         MEMBER.set(member)
-        SIDE_BY_SIDE.set(_Place(member))
+        beside = SIDE_BY_SIDE.get()
+        SIDE_BY_SIDE.set(_Place(member, beside.around if isinstance(beside, _Place) else beside))
+        LENT.set(self._is_lent)
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
         member.begin()
         try:
             for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
                 try:
-                    if slot.piece and member.belongings is not None:
-                        member.belongings.renew(slot.piece)
-                    self._results[index].append(run_in_slot(slot, None, task, gang=self._gang))
+                    if slot.piece and random is not None:
+                        random.renew(slot.piece)
+                    self._results[index].append(run_in_slot(slot, task, gang=self._gang))
                 except BaseException as error:
                     self._errors[index] = slot, error
                     raise
@@ -244,7 +266,7 @@ class _Run:
                 finally:
                     del error  # no cycle
         failures = [(slot, error) for _, (slot, error) in sorted(self._errors.items()) if isinstance(error, Exception)]
-        failures.sort(key=lambda failure: isinstance(failure[1], Abandoned))
+        failures.sort(key=lambda failure: 1 + failure[1].follows if isinstance(failure[1], Abandoned) else 0)
         return Outcome(self._results, failures)
 
 
@@ -252,6 +274,10 @@ class _Place(NamedTuple):
     """Of a slot among the others: see `Beside`."""
 
     member: Member
+    around: Beside | None  # of a call around those that take turns
 
-    def alone(self) -> None:
-        self.member.turns.alone(self.member)
+    def alone(self, *, next_time: bool) -> None:
+        self.member.alone()
+        if self.around is not None:
+            with self.member.without_belongings():
+                self.around.alone(next_time=next_time)

@@ -4,11 +4,16 @@ States are taken under one lock. torch holds one of its own while `get_state` ma
 and so run Python in another thread: if that one asks for a state too, both wait for ever.
 """
 
-from typing import final
+import contextlib
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import torch
 
-from fdp._context import EXCLUSIVE, fold_in, generators_of
+from fdp._context import EXCLUSIVE, IN_ORDER, Slot, be_alone, fold_in
+from fdp._turns import this_member
 
 
 class OwnGenerators:
@@ -27,20 +32,31 @@ class OwnGenerators:
 
     def resume(self) -> None:
         """Begin a turn."""
-        EXCLUSIVE.lock.acquire()
-        self._outside = [generator.get_state() for generator in self._generators]
+        EXCLUSIVE.acquire()
+        self.remember()
+        self.put()
+
+    def pause(self) -> None:
+        """End a turn."""
+        self._own = [generator.get_state() for generator in self._generators]
+        deque(self._restore(), 0)
+        EXCLUSIVE.release()
+
+    def remember(self) -> Iterator[Any]:
+        """Keep the states that are there. What is returned puts back those that were kept last."""
+        self._outside[:] = [generator.get_state() for generator in self._generators]
+        return self._restore()
+
+    def put(self) -> None:
+        """Put its own states in place."""
         for i, generator in enumerate(self._generators):
             if self._own is None:
                 self._first.append(generator.manual_seed(self._seed).get_state())
             else:
                 generator.set_state(self._own[i])
 
-    def pause(self) -> None:
-        """End a turn."""
-        self._own = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
-        EXCLUSIVE.lock.release()
+    def _restore(self) -> Iterator[Any]:
+        return map(operator.call, [generator.set_state for generator in self._generators], self._outside)
 
     def has_drawn(self) -> bool:
         """Whether something was drawn."""
@@ -66,3 +82,28 @@ class KeptGenerators(OwnGenerators):
     def pause(self) -> None:
         with EXCLUSIVE.held():
             self._own = [generator.get_state() for generator in self._generators]
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a function on a device draws from."""
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        generators.append(torch.get_device_module(device).default_generators[device.index])
+    return generators
+
+
+def seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
+    """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
+    be_alone()
+    own = fold_in(seed, slot.index)
+    own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
+    generators, member = OwnGenerators(own, slot.device), this_member()
+    with EXCLUSIVE.held():
+        IN_ORDER.set(True)  # until the end of the shard's context
+        restore = generators.remember()
+        try:
+            generators.put()
+            with contextlib.nullcontext() if member is None else member.owning(generators):
+                return call()
+        finally:
+            deque(restore, 0)  # one call of C, which no interrupt comes before or into

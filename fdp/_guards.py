@@ -1,5 +1,6 @@
 """What torch keeps for the whole process although threads may use it: guarded once shards run side by side."""
 
+import contextvars
 import functools
 import os
 import threading
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.jit import _builtins
 from torch.nn.utils import stateless
 
-from fdp._context import EXCLUSIVE, SIDE_BY_SIDE, be_alone
+from fdp._context import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
 from fdp._functional_call import functional_call
 
 _INSTALLING = threading.Lock()
@@ -37,6 +38,11 @@ def install() -> None:
 def is_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way here; its level is one for all threads."""
     return forward_ad._current_level >= 0 and not _FORWARD.is_elsewhere()
+
+
+def firm() -> int:
+    """How much this thread has to itself that it cannot give back while it waits for others."""
+    return _FORWARD.depth + IN_PLACE.get()
 
 
 def _guard_functional_call() -> None:
@@ -84,7 +90,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Turns:
-    """Lets one shard at a time be between an enter and its exit.
+    """Lets one shard at a time be between an enter and its exit, and threads that it waits for.
 
     Forward mode has one level for the process: a thread that leaves it takes the tangents of the others along, without
     an error. The counter of nested jvps has the same flaw.
@@ -95,22 +101,29 @@ class _Turns:
 
     def renew(self) -> None:
         self._local = threading.local()
-        self._owner: int | None = None
+        self._owner: object | None = None
 
     def guard(self, owner: Any, enter: str, leave: str) -> None:
         setattr(owner, enter, self._entering(getattr(owner, enter)))
         setattr(owner, leave, self._leaving(getattr(owner, leave)))
 
     def is_elsewhere(self) -> bool:
-        return self._owner not in (None, threading.get_ident())
+        return self._owner not in (None, _OWNER.get())
 
     def _entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(enter)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not SIDE_BY_SIDE.get():  # as without fdp: code may wait here for another thread that does the same
                 return enter(*args, **kwargs)
-            EXCLUSIVE.lock.acquire()
-            self._depth, self._owner = self._depth + 1, threading.get_ident()
+            if not self.depth:
+                if self._owner is not None and self._owner is _OWNER.get():  # a thread that waits for this one
+                    return enter(*args, **kwargs)
+                be_alone(next_time=False)  # in order there is no guard
+            EXCLUSIVE.acquire()
+            self.depth += 1
+            if self.depth == 1:
+                self._owner = object()
+                _OWNER.set(self._owner)
             try:
                 return enter(*args, **kwargs)
             except BaseException:
@@ -125,25 +138,27 @@ class _Turns:
             try:
                 return leave(*args, **kwargs)
             finally:
-                if self._depth:  # else it was entered before the guard was there
+                if self.depth:  # else it was entered before the guard was there
                     self._release()
 
         return guarded
 
     def _release(self) -> None:
-        self._depth -= 1
-        self._owner = self._owner if self._depth else None
-        EXCLUSIVE.lock.release()
+        self.depth -= 1
+        self._owner = self._owner if self.depth else None
+        EXCLUSIVE.release()
 
     @property
-    def _depth(self) -> int:
+    def depth(self) -> int:
+        """How often this thread has entered."""
         return getattr(self._local, "depth", 0)
 
-    @_depth.setter
-    def _depth(self, depth: int) -> None:
+    @depth.setter
+    def depth(self, depth: int) -> None:
         self._local.depth = depth
 
 
+_OWNER: "contextvars.ContextVar[object]" = contextvars.ContextVar("fdp_forward", default=None)  # this code is inside
 _FORWARD = _Turns()
 
 

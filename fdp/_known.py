@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fdp._context import Slot
+from fdp._context import AXES, CALLS, Slot
 
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
@@ -85,6 +85,20 @@ def remember_order(fn: Any) -> None:
 def must_run_together(fn: Any) -> bool:
     """Whether shards of `fn` have met in collectives."""
     return len(_TOGETHER) > 0 and _key(fn) in _TOGETHER
+
+
+def meets(fn: Any) -> bool:
+    """`must_run_together`, with one answer for all slots that come to this call.
+
+    One that learns it meanwhile would run the call once, where the others run it twice: in collectives of axes around
+    the call they would meet in other runs than their own.
+    """
+    known, calls = must_run_together(fn), CALLS.get()
+    gang = next((axis.gang for axis in AXES.get() if axis.gang is not None), None)
+    if gang is None or calls is None:
+        return known
+    calls.count += 1
+    return gang.known.setdefault((*calls.path, calls.count), known)
 
 
 def remember_together(fn: Any) -> None:

@@ -75,10 +75,10 @@ class _Place(NamedTuple):
     number: int
     around: Beside | None
 
-    def alone(self) -> None:
-        shielded(partial(self.company.leave, self.number))
+    def alone(self, *, next_time: bool) -> None:
+        shielded(partial(self.company.leave, self.number, next_time=next_time))
         if self.around is not None:
-            self.around.alone()
+            self.around.alone(next_time=next_time)
 
 
 @final
@@ -113,13 +113,13 @@ class _Company:
                 self._alone = None
             self._changed.notify_all()
 
-    def leave(self, number: int) -> None:
+    def leave(self, number: int, *, next_time: bool) -> None:
         """Called by a shard that runs: the others end, or leave too and wait for their turn; none begins meanwhile."""
         with self._lock:
             if number not in self._running:  # it is alone, or a thread that it has started comes late
                 self._changed.wait_for(lambda: number not in self._waiting)
                 return
-            self.was_left = True
+            self.was_left |= next_time
             self._waiting.add(number)
             self._running.discard(number)
             self._changed.notify_all()
@@ -232,7 +232,7 @@ class _Lanes:
             with nullcontext() if state is None else self._as_caller(state):
                 self.company.join(job.number)
                 try:
-                    self._results[job.number] = run_in_slot(job.slot, None, job.task, job.context)
+                    self._results[job.number] = run_in_slot(job.slot, job.task, job.context)
                 finally:
                     self.company.end(job.number)
         except BaseException as error:

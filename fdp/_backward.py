@@ -9,6 +9,7 @@ import torch
 
 from fdp._call import Shard
 from fdp._guards import is_forward_mode
+from fdp._reach import meet_only
 from fdp._returned import noting
 from fdp._tensor import layers
 from fdp._tree import flatten, tensors_in, unflatten
@@ -135,6 +136,9 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
         )
         for i in live:
             grads[i] = list(islice(found, len(forwards[i].aliases)))
+    for loss, seed, f, own in zip(losses, seeds, forwards, grads, strict=True):
+        if seed == 0 and loss.requires_grad and f.aliases:
+            own[:] = meet_only(loss, f.aliases, create_graph=graph)
     outs = [forward.out for forward in forwards]
     if not graph:  # without one the gradients are detached as they are
         outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]

@@ -79,7 +79,7 @@ class Call(NamedTuple):
     def check_captured(self, outputs: Tree, aliases: Sequence[torch.Tensor] = ()) -> None:
         """On a mesh a gradient goes through arguments only: of what is captured each process would have a part."""
         inputs = [*self.inputs(), *aliases]  # which stand for some of them
-        if self.across is not None and any(True for _ in captured(tensors_in(outputs), inputs)):
+        if self.across is not None and captured(tensors_in(outputs), inputs):
             raise ValueError(
                 "the function uses a tensor that requires grad and is none of its arguments. Each process would have a "
                 "part of its gradient only: pass it in an argument, or detach it"

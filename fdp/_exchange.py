@@ -8,7 +8,7 @@ from torch import Tensor
 from fdp._context import Axis
 from fdp._gang import What
 from fdp._guards import is_forward_mode
-from fdp._linear import Fence, Handle, Known, Linear, Undifferentiable, attached
+from fdp._linear import Fence, Handle, Linear, Note, Undifferentiable, exchanged
 from fdp._meeting import axis_of, depth, gang_of, inside, meet
 from fdp._operations import Extreme, Operation
 from fdp._over_processes import everywhere
@@ -80,19 +80,14 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
                 f"{operation.name}: inside a transform of torch.func, in a function whose call is transformed from "
                 "outside too, is not supported. Transform on one side only"
             )
-        found, _ = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
-        return Fence.apply(gang.token, *found)
+        met = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
+        return Fence.apply(gang.token, *met.found)
     if is_forward_mode():
         raise RuntimeError(
             f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
             "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
         )
-    key = gang.number(index, forward)
-    handle = Handle(gang.token, key, same)
+    handle = Handle(gang.token, gang.number(index, forward), same)
     if depth() > 0:
-        return Linear.apply(handle, operation, *tensors)
-    found, is_differentiated = meet(gang, index, gang.number(index, key), operation, tensors, same)
-    if not is_differentiated:
-        return found
-    # On all slots, if on one: a gradient meets the others as the collective did.
-    return Known.apply(handle, operation, found, *attached(tensors))
+        return Linear.apply(handle, operation, Note(), *tensors)
+    return exchanged(handle, operation, tensors)

@@ -73,6 +73,7 @@ class Gang:
     def __init__(self, slots: Sequence[Slot], settings: Settings, turns: Turns, token: object) -> None:
         self.slots, self.settings, self.turns, self.token = slots, settings, turns, token
         self.first = slots[0].index  # those of other processes may come before
+        self.run = object()  # of the runs under a token, such as a forward and its backward, this one
         self._lock = threading.Lock()
         self._meetings: dict[Any, _Meeting] = {}
         self._met: list[Counter[Any]] = [Counter() for _ in slots]

@@ -9,8 +9,8 @@ from torch import Tensor
 from fdp._context import AXES
 from fdp._gang import Gang
 from fdp._meeting import OF, meet
-from fdp._operations import Operation
-from fdp._reach import refuse_batched
+from fdp._operations import Extreme, Operation
+from fdp._reach import ONLY_MEETS, Grad, Meeting, kinds_of, note_nodes, refuse_batched
 from fdp._tensor import is_inexact
 
 
@@ -40,22 +40,54 @@ class Handle:
         return Handle(self.token, (OF, self.key), (OF, self.same))
 
 
+class Note:
+    """What the levels of torch.func tell each other of a collective: its number, and what it is made of."""
+
+    def __init__(self, given: Sequence[bool] | None = None) -> None:
+        self.given = given
+        self.reached: Sequence[bool] = ()
+        self.number: Any = None
+
+
+def _meeting(ctx: Any, number: Any, found: Sequence[Tensor]) -> Meeting | None:
+    """Where the gradient will meet those of the others; what has none meets nobody."""
+    if isinstance(ctx.operation, Extreme):
+        return None
+    return Meeting(ctx.handle.token, number, kinds_of(found))
+
+
+def _some(found: Sequence[Tensor], reached: Sequence[bool]) -> list[Grad]:
+    """The results, None where they are made of nothing: 0 has no part in a product with what is infinite."""
+    return [found[i] if is_reached else None for i, is_reached in enumerate(reached)]
+
+
 class Linear(torch.autograd.Function):
     """A collective of slots that run: its gradient is its transpose, by another meeting of the same slots."""
 
     @staticmethod
-    def forward(handle: Handle, operation: Operation, *tensors: Tensor) -> Any:
+    def forward(handle: Handle, operation: Operation, note: Note, *tensors: Tensor) -> Any:
         gang, index = handle.gang(operation.name)
-        found, _ = meet(gang, index, gang.number(index, handle.key), operation, tensors, handle.same)
-        return tuple(found)
+        key = gang.number(index, handle.key)
+        met = meet(gang, index, key, operation, tensors, handle.same, note.given)
+        note.number, note.reached = (gang.run, key), met.reached
+        return tuple(met.found or (x.clone() for x in tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.handle, ctx.operation, *_ = inputs
+        ctx.handle, ctx.operation, note, *_ = inputs
+        ctx.meeting = _meeting(ctx, note.number, output)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *Linear.apply(ctx.handle.of_transpose(), ctx.operation.transpose(), *grads)
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        if isinstance(ctx.operation, Extreme):
+            return None, None, None, *_refused(ctx.operation.name, grads)
+        if ctx in ONLY_MEETS.get():
+            grads = (None,) * len(grads)
+        note = Note([grad is not None for grad in grads])
+        found = Linear.apply(ctx.handle.of_transpose(), ctx.operation.transpose(), note, *ctx.meeting.filled(grads))
+        note_nodes(found)
+        return None, None, None, *_some(found, note.reached)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -63,12 +95,12 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        handle, operation, *tensors = args
+        handle, operation, note, *tensors = args
         moved = [
             x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
-            for x, dim in zip(tensors, in_dims[2:], strict=True)
+            for x, dim in zip(tensors, in_dims[3:], strict=True)
         ]
-        found = Linear.apply(handle, operation, *moved)
+        found = Linear.apply(handle, operation, note, *moved)
         return found, (0,) * len(moved)
 
 
@@ -76,20 +108,43 @@ class Known(torch.autograd.Function):
     """`Linear`, for results that are known."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, operation: Operation, found: Sequence[Tensor], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, handle: Handle, operation: Operation, number: Any, found: Any, *tensors: Tensor) -> Any:
         ctx.handle, ctx.operation = handle, operation
+        ctx.meeting = _meeting(ctx, number, found)
+        ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Grad) -> Any:
         refuse_batched(grads, ctx.operation.name)
-        back = ctx.handle.of_transpose()
-        gang, index = back.gang(ctx.operation.name)
-        operation = ctx.operation.transpose()
-        found, is_differentiated = meet(gang, index, gang.number(index, back.key), operation, grads, back.same)
-        if is_differentiated:
-            found = Known.apply(back, operation, found, *attached(grads))
-        return None, None, None, *found
+        if isinstance(ctx.operation, Extreme):
+            return None, None, None, None, *_refused(ctx.operation.name, grads)
+        if ctx in ONLY_MEETS.get():
+            grads = (None,) * len(grads)
+        filled, given = ctx.meeting.filled(grads), [grad is not None for grad in grads]
+        return None, None, None, None, *exchanged(ctx.handle.of_transpose(), ctx.operation.transpose(), filled, given)
+
+
+def exchanged(
+    handle: Handle, operation: Operation, tensors: Sequence[Tensor], given: Sequence[bool] | None = None
+) -> Sequence[Any]:
+    """A collective outside of torch.func: its results, functions of the tensors if some slot needs a gradient."""
+    gang, index = handle.gang(operation.name)
+    key = gang.number(index, handle.key)
+    met = meet(gang, index, key, operation, tensors, handle.same, given)
+    if not met.found or not met.is_needed:
+        return _some(met.found, met.reached)
+    # On all slots, if on one: a gradient meets the others as the collective did.
+    found = Known.apply(handle, operation, (gang.run, key), met.found, *attached(tensors))
+    note_nodes(found)
+    return _some(found, met.reached)
+
+
+def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:
+    """No gradients, of what has none to give."""
+    if any(grad is not None for grad in grads):
+        raise RuntimeError(f"{name} cannot be differentiated; detach its argument")
+    return grads
 
 
 class Identity(torch.autograd.Function):
@@ -104,25 +159,26 @@ class Identity(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.known, *_ = inputs
+        ctx.set_materialize_grads(False)
 
 
 class Undifferentiable(Identity):
     """What has no gradient, by the name of the collective."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"{ctx.known} cannot be differentiated; detach its argument")
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        return None, *_refused(ctx.known, grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"{ctx.known} cannot be differentiated; detach its argument")
+        return tuple(_refused(ctx.known, tangents[1:]))
 
 
 class Fence(Identity):
     """No gradient goes through while the slots of a call run: the graph behind it is that of all of them."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Grad) -> Any:
         if any(axis.gang is not None and axis.gang.token is ctx.known for axis in AXES.get()):
             raise RuntimeError(
                 "a gradient was asked for inside a mapped function, through a collective, while the call is "
@@ -132,4 +188,4 @@ class Fence(Identity):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(x.view_as(x) for x in tangents[1:])
+        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdp._across import Across
 from fdp._context import AXES, IN_PLACE, Axis
 from fdp._gang import Gang, Together, What
 from fdp._operations import Operation
-from fdp._over_processes import over_processes
+from fdp._over_processes import everywhere, over_processes
 from fdp._packing import layout_of, packed, unpacked
 from fdp._stages import stage
 from fdp._tensor import copy
@@ -56,9 +57,15 @@ def gang_of(axis: Axis, where: str) -> Gang:
 
 
 def meet(
-    gang: Gang, index: int, key: Any, operation: Operation, tensors: Sequence[Tensor], same: Any
-) -> tuple[list[Tensor], bool]:
-    """The results for a slot, and whether some slot needs a gradient."""
+    gang: Gang,
+    index: int,
+    key: Any,
+    operation: Operation,
+    tensors: Sequence[Tensor],
+    same: Any,
+    given: Sequence[bool] | None = None,
+) -> "Met":
+    """Exchange the tensors of all slots; those that are not `given` are zeros that only stand for nothing."""
     if index == 0:
         report_collective(operation.name, tensors)
     kinds = [operation.kind(x, i) for i, x in enumerate(tensors)]
@@ -78,24 +85,36 @@ def meet(
         options = operation.options()
         return shown + ", ..." * (len(kinds) > len(first)) + tree + (f" with {options}" if options else "")
 
+    is_forward = given is None
     needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
-    def combine(values: list[tuple[Operation, Sequence[Tensor], bool]]) -> list[tuple[list[Tensor], bool]]:
+    def combine(values: list[Any]) -> list[Met]:
         with stage(operation.name):
             return exchanged(values)
 
-    def exchanged(values: list[tuple[Operation, Sequence[Tensor], bool]]) -> list[tuple[list[Tensor], bool]]:
+    def exchanged(values: list[Any]) -> list[Met]:
         devices = [slot.device for slot in gang.slots]
-        operations, columns, needed = zip(*values, strict=True)
+        operations, columns, needed, marks = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
         moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
         across = gang.settings.across
-        if across is None or across.talk is None:
-            found = [operations[0].results(xs, leaf) for leaf, xs in enumerate(moved)]
-        else:
+        talk = None if across is None else across.talk
+        table = [[any(needed), all(map(all, marks))]]
+        if talk is not None:
             _check_across(gang, operation.name)
             place = Place(operation.name, repr((key, kinds, operation.options())), say)
-            needed = [any(row) for row in across.talk.agree(place, [any(needed)])]
+            table = talk.agree(place, table[0])
+        needed = any(row[0] for row in table)
+        reached: Sequence[Sequence[bool]] = marks
+        if not is_forward:
+            everybody = _reached(operations[0], marks, across, all(row[1] for row in table))
+            if not any(map(any, everybody)):  # everywhere, or some would wait for the others
+                return [Met([], needed, [False] * len(tensors)) for _ in marks]
+            first = 0 if talk is None or across is None else across.offset
+            reached = everybody[first : first + len(marks)]
+        if across is None or talk is None:
+            found = [operations[0].results(xs, leaf) for leaf, xs in enumerate(moved)]
+        else:
             found = over_processes(operations[0], moved, across, operation.name)
         for leaf, (xs, made) in enumerate(zip(zip(*columns, strict=True), found, strict=True)):
             seen = {id(x) for x in xs}
@@ -104,11 +123,30 @@ def meet(
                 seen.add(id(x))
         for other in operations[1:]:
             vars(other).update(vars(operations[0]))  # the sizes that it has seen
-        return [(result, any(needed)) for result in results]
+        return [Met(result, needed, each) for result, each in zip(results, reached, strict=True)]
 
-    value = operation, [x.detach() for x in sent] if not gang.settings.joint and depth() == 0 else sent, needs
-    found, is_needed = gang.meet(index, key, What(operation.name, (same, kinds), say), value, combine)
-    return (found if layout is None else unpacked(found, tensors, layout)), is_needed
+    own = [x.detach() for x in sent] if not gang.settings.joint and depth() == 0 else sent
+    value = operation, own, needs, [True] * len(tensors) if given is None else given
+    met = gang.meet(index, key, What(operation.name, (same, kinds), say), value, combine)
+    return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
+
+
+def _reached(
+    operation: Operation, given: Sequence[Sequence[bool]], across: Across | None, all_given: bool
+) -> list[list[bool]]:
+    """For each slot of all processes, which of its results are made of what some slot has given."""
+    if across is not None and across.talk is not None:
+        given = [given[0]] * across.count if all_given else everywhere(list(given), across, Place(operation.name))
+    columns = [operation.reached(column) for column in zip(*given, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+class Met(NamedTuple):
+    """The results for a slot, whether some slot needs a gradient, and which results are made of what was given."""
+
+    found: list[Tensor]
+    is_needed: bool
+    reached: Sequence[bool]
 
 
 OF = "gradient of"

@@ -42,6 +42,10 @@ class Operation(abc.ABC):
     def transpose(self) -> "Operation":
         """What gradients go through, once `results` has seen the tensors."""
 
+    def reached(self, given: Sequence[bool]) -> list[bool]:
+        """Which slots get something, where only some give something to it and the others zeros."""
+        return [any(given)] * len(given)
+
 
 class Sum(Operation):
     name = "psum"
@@ -169,6 +173,10 @@ class Permute(Operation):
 
     def transpose(self) -> Operation:
         return Permute([(target, source) for source, target in self.pairs])
+
+    def reached(self, given: Sequence[bool]) -> list[bool]:
+        sources = {target: source for source, target in self.pairs}
+        return [i in sources and given[sources[i]] for i in range(len(given))]
 
 
 def _each(dims: Sequence[int]) -> str:

@@ -7,21 +7,40 @@ differentiates by itself would reach into the others.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fdp._reach import captured, refuse_batched
+from fdp._reach import MET, ONLY_MEETS, Grad, Meeting, Part, edge_of, kinds_of, note_nodes, refuse_batched, waited_for
 from fdp._tree import map_tensors
 from fdp._typing import Tree
 
-Tasks = Sequence[Callable[[], Any]]
-RunAll = Callable[[Tasks], list[Any]]
-"""Runs a task for each slot, and raises what one of them raises."""
-
-
 _C: Any = torch._C  # a part of it has no types
+
+
+class Made(NamedTuple):
+    """What a slot has made, the number of the last node of autograd in it, and nodes where the slots have met."""
+
+    result: Tree
+    last: int
+    met: Sequence[Any] = ()
+
+
+def made(call: Callable[[], Tree]) -> Made:
+    """What a call makes in this thread."""
+    MET.set(None)
+    result = call()
+    return Made(result, _C._autograd._get_sequence_nr())
+
+
+class Runs(NamedTuple):
+    """How slots run again: `rounds` of those that meet, and not `alone` if they meet those of other processes."""
+
+    all: Callable[[Sequence[Callable[[], Made]]], list[Made]]
+    rounds: Sequence[Sequence[int]]
+    token: object
+    is_alone: Callable[[], bool]
 
 
 class Ends(NamedTuple):
@@ -34,38 +53,45 @@ class Ends(NamedTuple):
 def isolated(tree: Tree) -> tuple[Tree, Ends]:
     """The tree with leaves of its own in place of tensors that lead on into the caller's graph."""
     ends = Ends([], [])
-    made: dict[int, Tensor] = {}
+    own: dict[int, Tensor] = {}
 
     def isolate(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or tensor.is_leaf:  # a leaf is found where a slot's graph ends
             return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().requires_grad_()
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor.detach().requires_grad_()
             ends.outer.append(tensor)
-            ends.inner.append(made[id(tensor)])
-        return made[id(tensor)]
+            ends.inner.append(own[id(tensor)])
+        return own[id(tensor)]
 
     new = map_tensors(isolate, tree)
     return (new, ends) if ends.outer else (tree, ends)  # containers stay the same objects if they can
 
 
-def stitched(results: Sequence[Tree], ends: Sequence[Ends], run_all: RunAll) -> list[Tree]:
+def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tree]:
     """The results of all slots, as functions of the caller's tensors."""
-    outs = [_differentiable(result) for result in results]
+    results = [each.result for each in made]
+    parts = [Part.of(_differentiable(each.result), own.inner, each.met) for each, own in zip(made, ends, strict=True)]
+    meets_elsewhere = any(part.calls() - {runs.token} for part in parts)
+    if meets_elsewhere:  # slots of calls around this one come to its backward, also where it has nothing to give
+        parts[0] = parts[0].ending_in(torch.zeros(0, requires_grad=True))
     outer: dict[int, Tensor] = {id(x): x for each in ends for x in each.outer}
-    inputs, targets = [], []
-    for out, each in zip(outs, ends, strict=True):
-        captured = _captured(out, each.inner)
+    targets = []
+    for part, own in zip(parts, ends, strict=True):
+        captured = part.captured(own.inner)
         outer |= {id(x): x for x in captured}
-        inputs.append([*each.inner, *captured])
-        targets.append([id(x) for x in (*each.outer, *captured)])
-    if not outer or not any(outs):
-        return list(results)
+        targets.append([id(x) for x in (*own.outer, *captured)])
+    if not outer or not any(part.outs for part in parts):
+        return results
     places = {key: i for i, key in enumerate(outer)}
-    graph = _Graph(outs, inputs, [[places[key] for key in keys] for keys in targets], len(outer), run_all)
-    found = iter(_Stitch.apply(graph, *outer.values()))
-    new = [{id(x): next(found) for x in out} for out in outs]
-    return [map_tensors(lambda x, own=own: own.get(id(x), x), result) for own, result in zip(new, results, strict=True)]
+    lasts = [each.last for each in made]
+    graph = _Graph(parts, [[places[key] for key in keys] for keys in targets], lasts, runs, meets_elsewhere)
+    found = _Stitch.apply(graph, *outer.values())
+    if meets_elsewhere:
+        note_nodes(found)
+    rest = iter(found)
+    new = [{id(x): next(rest) for x in part.outs} for part in parts]
+    return [map_tensors(lambda x, own=own: own.get(id(x), x), each) for own, each in zip(new, results, strict=True)]
 
 
 def _differentiable(tree: Tree) -> list[Tensor]:
@@ -80,18 +106,30 @@ def _differentiable(tree: Tree) -> list[Tensor]:
     return list(found.values())
 
 
-class _Graph:
-    """The graphs of all slots, and which of the caller's tensors each input stands for."""
+class _Graph(NamedTuple):
+    """The graphs of all slots, and for each which of the caller's tensors its inputs stand for."""
 
-    def __init__(
-        self,
-        outs: list[list[Tensor]],
-        inputs: list[list[Tensor]],
-        targets: list[list[int]],
-        count: int,
-        run_all: RunAll,
-    ) -> None:
-        self.outs, self.inputs, self.targets, self.count, self.run_all = outs, inputs, targets, count, run_all
+    parts: list[Part]
+    targets: list[list[int]]
+    lasts: list[int]
+    runs: Runs
+    meets_elsewhere: bool  # slots of other calls, around this one
+
+    def waited_for(self, given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
+        """For each slot, the nodes where others wait for it though no gradient leads there."""
+        parts = self.parts
+        if self.meets_elsewhere or not self.runs.is_alone():  # others are not to be seen here: wherever they may wait
+            return [part.beside(each, part.meetings) for part, each in zip(parts, given, strict=True)]
+        found: dict[int, list[Any]] = {}
+        for together in self.runs.rounds:
+            nodes = waited_for([parts[i] for i in together], [given[i] for i in together])
+            found |= zip(together, nodes, strict=True)
+        return [found[i] for i in range(len(parts))]
+
+    def ends(self, slot: int, outer: Sequence[Tensor], theirs: Sequence[Grad], ours: Sequence[Grad]) -> Ends:
+        """Where the graph of a slot's gradients begins."""
+        targets = [outer[place] for place in self.targets[slot]]
+        return Ends([*targets, *_there(theirs)], [*self.parts[slot].inputs, *_there(ours)])
 
 
 class _Stitch(torch.autograd.Function):
@@ -99,10 +137,13 @@ class _Stitch(torch.autograd.Function):
     def forward(ctx: Any, graph: _Graph, *outer: Tensor) -> Any:
         ctx.graph = graph
         ctx.save_for_backward(*outer)
-        return tuple(x.detach() for out in graph.outs for x in out)
+        ctx.set_materialize_grads(False)  # what has no part in a loss gets no gradient: 0 times inf is NaN
+        found = tuple(x.detach() for part in graph.parts for x in part.outs)
+        ctx.meeting = Meeting(None, object(), kinds_of(found)) if graph.meets_elsewhere else None
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Grad) -> Any:
         graph: _Graph | None = ctx.graph
         if graph is None:
             raise RuntimeError(
@@ -113,24 +154,28 @@ class _Stitch(torch.autograd.Function):
         create = torch.is_grad_enabled()
         if not (create or _C._autograd._get_current_graph_task_keep_graph()):
             ctx.graph = None
-        rest = iter(grads)
-        given = [[next(rest) for _ in out] for out in graph.outs]
+        rest = iter([None] * len(grads) if ctx in ONLY_MEETS.get() else grads)
+        outer = [[next(rest) for _ in part.outs] for part in graph.parts]
+        given = outer
         if create:
-            given = [[grad.detach().requires_grad_() for grad in each] for each in given]
-        with _without_hooks(ctx.saved_tensors):
-            found = graph.run_all([_differentiate(graph, i, each, create) for i, each in enumerate(given)])
+            given = [[None if grad is None else grad.detach().requires_grad_() for grad in each] for each in outer]
+        only = graph.waited_for(given)
+        places, saved = range(len(graph.parts)), ctx.saved_tensors
+        with _without_hooks(saved):
+            found = graph.runs.all([_differentiate(graph, i, given[i], only[i], create) for i in places])
+        results = [each.result for each in found]
         if create:
-            places = iter(range(graph.count, graph.count + len(grads)))
-            inputs = [[*own, *each] for own, each in zip(graph.inputs, given, strict=True)]
-            targets = [[*own, *(next(places) for _ in each)] for own, each in zip(graph.targets, given, strict=True)]
-            twice = _Graph(found, inputs, targets, graph.count + len(grads), graph.run_all)
-            rest = iter(_Stitch.apply(twice, *ctx.saved_tensors, *grads))
-            found = [[next(rest) for _ in each] for each in found]
-        sums: list[Any] = [None] * graph.count
-        for each, targets in zip(found, graph.targets, strict=True):
+            results = stitched(found, [graph.ends(i, saved, outer[i], given[i]) for i in places], graph.runs)
+        sums: list[Any] = [None] * len(saved)
+        for each, targets in zip(results, graph.targets, strict=True):
             for grad, place in zip(each, targets, strict=True):
-                sums[place] = grad if sums[place] is None else sums[place] + grad.to(sums[place].device)
+                if grad is not None:
+                    sums[place] = grad if sums[place] is None else sums[place] + grad.to(sums[place].device)
         return None, *sums
+
+
+def _there(grads: Sequence[Grad]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
 
 
 @contextlib.contextmanager
@@ -147,33 +192,31 @@ def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
             hooks.update(own)
 
 
-def _differentiate(graph: _Graph, slot: int, grads: list[Tensor], create: bool) -> Callable[[], list[Tensor]]:
-    def run() -> list[Tensor]:
-        outs, inputs = graph.outs[slot], graph.inputs[slot]
-        if not outs:
-            return [torch.zeros_like(x) for x in inputs]
+def _differentiate(
+    graph: _Graph, slot: int, grads: Sequence[Grad], only: Sequence[Any], create: bool
+) -> Callable[[], Made]:
+    part, before = graph.parts[slot], graph.lasts[slot]
+
+    def run() -> Made:
+        roots = [x for x, grad in zip(part.outs, grads, strict=True) if grad is not None]
+        met = list(part.meetings.values())
+        if not roots and not only:
+            return Made([None] * len(part.inputs), before, met)
+        ONLY_MEETS.set(frozenset(only))
+        MET.set(met if create else None)
+        first = _C._autograd._get_sequence_nr()
+        zeros = [edge_of(node) for node in only]
         with torch.set_grad_enabled(create):
-            if create:
-                _count_on(outs)
             # Kept, since tensors from outside may have a graph that the slots share; it goes when nobody holds it.
-            found = torch.autograd.grad(outs, inputs, grads, retain_graph=True, create_graph=create, allow_unused=True)
-            return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, inputs, strict=True)]
+            found = torch.autograd.grad(
+                cast(Any, [*roots, *(edge for edge, _ in zeros)]),
+                part.inputs,
+                [*_there(grads), *(zero for _, zero in zeros)],
+                retain_graph=True,
+                create_graph=create,
+                allow_unused=True,
+            )
+        last = part.put_behind([*(x.grad_fn for x in _there(found)), *met], first, before) if create else before
+        return Made(list(found), last, met)
 
     return run
-
-
-def _count_on(outs: Sequence[Tensor]) -> None:
-    """Number what this thread records from here on after all that has been recorded, in whichever thread.
-
-    Autograd goes back by numbers that each thread counts for itself. Where the parts of a graph are those of several
-    threads, the slots would come to their collectives in different orders.
-    """
-    behind = max((x.grad_fn._sequence_nr() for x in outs if x.grad_fn is not None), default=-1) + 1
-    empty = torch.zeros(0, device="cpu", requires_grad=True)
-    while (missing := behind - _C._autograd._get_sequence_nr()) > 0:
-        empty.tensor_split(min(missing, 1000))  # a node for each part
-
-
-def _captured(outs: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves of the caller's that a slot depends on without having been given them."""
-    return list({id(x): x for x in captured(outs, inner)}.values())

@@ -1,6 +1,8 @@
 """Running the shards of a call so that they can meet in collectives."""
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from fdp._gang_run import Outcome, run_gang, run_gang_here
 from fdp._guards import install, is_forward_mode
 from fdp._meeting import depth
 from fdp._state import ThreadState, why_not_together
-from fdp._stitch import Ends, isolated, stitched
+from fdp._stitch import Ends, Made, Runs, isolated, made, stitched
 from fdp._typing import Tree
 from fdp._workers import cores
 
@@ -59,7 +61,7 @@ def run_together(
     if joint or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _in_order(_run(tasks, slots, groups, settings, token, here=here), groups)
     trees, ends = zip(*(isolated(task.tree) for task in tasks), strict=True)
-    own = [Task(task.run, tree) for task, tree in zip(tasks, trees, strict=True)]
+    own = [functools.partial(_make, task.run, tree) for task, tree in zip(tasks, trees, strict=True)]
     results, failures = _in_order(_run(own, slots, groups, settings, token, here=here), groups)
     if failures:
         return results, failures
@@ -75,7 +77,13 @@ def run_together(
                     failed.clear()  # the traceback holds this frame: no cycle
         return found
 
-    return stitched(results, list[Ends](ends), run_all), []
+    rounds = [[i for i in each if i is not None] for each in itertools.zip_longest(*groups)]
+    runs = Runs(run_all, rounds, token, lambda: across is None or not across.has_met)
+    return stitched(results, list[Ends](ends), runs), []
+
+
+def _make(run: Callable[[Tree], Any], tree: Tree) -> Made:
+    return made(lambda: run(tree))
 
 
 def _run(

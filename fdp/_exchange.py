@@ -77,8 +77,10 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
     if gang.settings.joint:
         if depth() > gang.settings.depth:
             raise RuntimeError(
-                f"{operation.name}: inside a transform of torch.func, in a function whose call is transformed from "
-                "outside too, is not supported. Transform on one side only"
+                f"{operation.name}: torch.func transforms around the call and inside the mapped function, which is not "
+                "supported where slots meet; fdp.grad and its kin count as inside. Transform on one side only: by "
+                "torch.func.grad(torch.func.grad(f)), where f is fdp.dp_apply of the loss with out_dims='mean'; or by "
+                "torch.autograd.grad of what fdp.grad returns, for arguments that require grad"
             )
         met = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
         return Fence.apply(gang.token, *met.found)

@@ -182,7 +182,8 @@ class Fence(Identity):
         if any(axis.gang is not None and axis.gang.token is ctx.known for axis in AXES.get()):
             raise RuntimeError(
                 "a gradient was asked for inside a mapped function, through a collective, while the call is "
-                "transformed by torch.func from outside, which is not supported. Transform on one side only"
+                "transformed by torch.func from outside, which is not supported. Transform on one side only: write the "
+                "loss with fdp.dp_apply, and differentiate that twice from outside"
             )
         return None, *grads
 

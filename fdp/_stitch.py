@@ -192,6 +192,21 @@ def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
             hooks.update(own)
 
 
+@contextlib.contextmanager
+def _naming_checkpoints() -> Iterator[None]:
+    """Say what to do about reentrant checkpoints: torch advises to call `backward`, which is what the user has done."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise RuntimeError(
+            "activation checkpointing with use_reentrant=True is not supported in parallel_apply and in calls whose "
+            "slots meet in collectives: there torch.autograd.grad takes the gradient of each slot, which such a "
+            "checkpoint refuses. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        ) from error
+
+
 def _differentiate(
     graph: _Graph, slot: int, grads: Sequence[Grad], only: Sequence[Any], create: bool
 ) -> Callable[[], Made]:
@@ -206,7 +221,7 @@ def _differentiate(
         MET.set(met if create else None)
         first = _C._autograd._get_sequence_nr()
         zeros = [edge_of(node) for node in only]
-        with torch.set_grad_enabled(create):
+        with torch.set_grad_enabled(create), _naming_checkpoints():
             # Kept, since tensors from outside may have a graph that the slots share; it goes when nobody holds it.
             found = torch.autograd.grad(
                 cast(Any, [*roots, *(edge for edge, _ in zeros)]),

@@ -90,10 +90,14 @@ def test_where_another_call_has_the_threads(executor: Any):
     assert_close_tree(within(30, lambda: second(inside=True)), second(inside=False))
 
 
+def one(result: Any) -> fdp.Sharded:
+    return result
+
+
 CALLS: dict[str, Any] = {
     "dp_apply": lambda fn, executor: lambda w, x: fdp.dp_apply(fn, w * 1, x, three, executor=executor, out_dims="list"),
     "parallel_apply": lambda fn, executor: (
-        lambda w, x: fdp.gather(fdp.parallel_apply(fn, w * 1, fdp.scatter(x, three), executor=executor), "list")
+        lambda w, x: fdp.gather(one(fdp.parallel_apply(fn, w * 1, fdp.scatter(x, three), executor=executor)), "list")
     ),
 }
 FUNCTIONS: dict[str, tuple[Any, Any]] = {
@@ -134,6 +138,32 @@ def test_of_one_slots_output(slot: int, executor: Any):
         return [(w * x).sum() * (w * x).sin().sum() * x.split(2)[slot].sum()]
 
     assert_close_tree(within(30, lambda: derivatives(call)), derivatives(alone))
+
+
+# ---------------------------------------------------------------- by torch.func
+
+
+def test_torch_func_around_a_gradient_function():
+    """An error says what to write instead, and that is right."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return fdp.psum((w * x).sum()).sin() * x.square().mean()
+
+    def whole(w: Tensor, of: Any = loss) -> Tensor:
+        return fdp.dp_apply(of, w, X, three, out_dims="mean").sum()
+
+    def alone(w: Tensor) -> Tensor:
+        return ((w * X).sum().sin() * X.square().mean()).sum()
+
+    def grad(w: Tensor) -> Tensor:
+        return fdp.grad(loss, devices=three)(w, X).sum()
+
+    with pytest.raises(RuntimeError, match=r"fdp\.grad and its kin count as inside.*f is fdp\.dp_apply of the loss"):
+        torch.func.grad(grad)(W)
+    expected = torch.func.grad(lambda w: torch.func.grad(alone)(w).sum())(W)
+    assert_close_tree(torch.func.grad(lambda w: torch.func.grad(whole)(w).sum())(W), expected)
+    w = W.clone().requires_grad_()
+    assert_close_tree(torch.autograd.grad(grad(w), w)[0], expected)
 
 
 # ---------------------------------------------------------------- calls in calls

@@ -1139,7 +1139,7 @@ def test_checkpoint(reentrant: bool, executor: Any):
     if not reentrant:
         assert_close_tree(run(saved=True), run(saved=False))
         return
-    with pytest.raises(RuntimeError, match="calls whose slots meet in collectives.*Pass use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"calls whose slots meet in collectives.*Pass use_reentrant=False"):
         run(saved=True)
 
 
@@ -1150,10 +1150,10 @@ def test_a_reentrant_checkpoint_beside_a_collective(executor: Any):
 
     w, x = leaves()
     out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), executor=executor)
-    with pytest.raises(RuntimeError, match="calls whose slots meet in collectives.*Pass use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"calls whose slots meet in collectives.*Pass use_reentrant=False"):
         out.sum().backward()
     out = fdp.parallel_apply(lambda w, x: checkpoint(torch.mul, x, w, use_reentrant=True), w, x, devices=("cpu",) * 2)
-    with pytest.raises(RuntimeError, match="not supported in parallel_apply.*Pass use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"not supported in parallel_apply.*Pass use_reentrant=False"):
         fdp.gather(out, "sum").sum().backward()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
@@ -110,6 +111,35 @@ def be_alone(*, next_time: bool = True) -> None:
     beside = SIDE_BY_SIDE.get()
     if beside is not None:
         beside.alone(next_time=next_time)
+
+
+def is_forked(process: int) -> bool:
+    """Whether this is a child of the process with that id."""
+    return os.getpid() != process
+
+
+def check_process(process: int, where: str = "fdp") -> None:
+    """Raise in a child that a shard of a call has forked."""
+    if is_forked(process):
+        raise RuntimeError(
+            f"{where}: this process was forked inside a shard, and the other shards of the call are not in it. "
+            "It can make calls of its own. End it with os._exit, as multiprocessing does"
+        )
+
+
+def run_in_thread(job: Callable[[], None], process: int) -> None:
+    """What a thread of fdp does. In a child that the job has forked there is nothing else than this thread."""
+    try:
+        job()
+    except BaseException:
+        if not is_forked(process):
+            raise
+        traceback.print_exc()
+        os._exit(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: SIDE_BY_SIDE.set(None))  # those beside it are not there
 
 
 def current_slot() -> Slot | None:

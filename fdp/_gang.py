@@ -1,5 +1,6 @@
 """Where the slots of a call meet that are all alive at once."""
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from fdp._across import Across
-from fdp._context import AXES, Slot, text_of
+from fdp._context import AXES, Slot, check_process, text_of
 from fdp._guards import firm
 from fdp._shield import soon
 from fdp._state import ThreadState
@@ -72,6 +73,7 @@ class Gang:
 
     def __init__(self, slots: Sequence[Slot], settings: Settings, turns: Turns, token: object) -> None:
         self.slots, self.settings, self.turns, self.token = slots, settings, turns, token
+        self.process = os.getpid()
         self.first = slots[0].index  # those of other processes may come before
         self.run = object()  # of the runs under a token, such as a forward and its backward, this one
         self._lock = threading.Lock()
@@ -96,6 +98,7 @@ class Gang:
         Always the same slot: memory that a thread has freed serves the next results.
         """
         member = this_member()
+        check_process(self.process, what.name)
         if member is None:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
         if member.turns is not self.turns or firm() > member.firm:

@@ -10,7 +10,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fdp._context import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Beside, Slot, be_alone, fold_in, run_in_slot, text_of
+from fdp._context import (
+    EXCLUSIVE,
+    IN_ORDER,
+    LENT,
+    SIDE_BY_SIDE,
+    Beside,
+    Slot,
+    be_alone,
+    check_process,
+    fold_in,
+    is_forked,
+    run_in_slot,
+    text_of,
+)
 from fdp._gang import Gang, Settings
 from fdp._generators import KeptGenerators, OwnGenerators
 from fdp._guards import firm
@@ -96,11 +109,12 @@ class _Run:
                 around.suspend()
             try:
                 run()
+                check_process(self._gang.process)
             except BaseException:
                 self._give_up()
                 raise
             finally:
-                if around is not None:
+                if around is not None and not is_forked(self._gang.process):
                     around.begin()
             self._leave_seed()
             return self._outcome()
@@ -169,6 +183,7 @@ class _Run:
         except BaseException as error:
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
+            check_process(self._gang.process)
             self._gang.end(index, self._how(index))
 
     def _serve_here(self, index: int) -> None:
@@ -183,6 +198,8 @@ class _Run:
             shielded(partial(self._gang.turns.expect, 1, around))
             contextvars.copy_context().run(self._run_as, index, member)
         except Exception as error:
+            if is_forked(self._gang.process):
+                raise
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
             torch._C._set_multithreading_enabled(before)
@@ -216,6 +233,7 @@ class _Run:
                     self._errors[index] = slot, error
                     raise
         finally:
+            check_process(self._gang.process)
             self._gang.end(index, self._how(index))  # before its turn ends, and somebody waits in vain
             member.end()
 
@@ -234,6 +252,8 @@ class _Run:
 
     def _give_up(self) -> None:
         """After an interrupt: the slots stop at their next collective. Wait until they have."""
+        if is_forked(self._gang.process):
+            return
         try:
             shielded(self._end)
             self._wait()

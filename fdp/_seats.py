@@ -12,6 +12,8 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import Any, final
 
+from fdp._context import run_in_thread
+
 
 @final
 class Job:
@@ -61,9 +63,10 @@ def _serve(pool: _Pool, ready: "SimpleQueue[Any]") -> None:
     seat: SimpleQueue[Job] = SimpleQueue()
     pool.seats.append(seat)  # here, where no interrupt comes before it
     ready.put(None)
-    while pool is _POOL:  # not in a child that the job has forked: there this thread ends
+    process = os.getpid()
+    while True:
         job = seat.get()
-        job.run()
+        run_in_thread(job.run, process)
         over = job.over
         del job, pool.busy[seat]  # an idle thread keeps nothing alive
         over()

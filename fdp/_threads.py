@@ -1,6 +1,7 @@
 """Shards side by side: the caller runs some itself, and workers help."""
 
 import contextvars
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from fdp._context import SIDE_BY_SIDE, Beside, Slot, run_in_slot
+from fdp._context import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
 from fdp._gang import Together
 from fdp._guards import install
 from fdp._known import compilations, is_cold, may_compile, note, remember_order
@@ -139,7 +140,7 @@ class _Lanes:
     def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot]) -> None:
         self.company = _Company()
         self.todo = deque(_Job(i, slots[i], task, self.company.context(i)) for i, task in enumerate(tasks))
-        self._slots = slots
+        self._slots, self._process = slots, os.getpid()
         self.threads = 0  # inside operations
         self._state = ThreadState.of_caller([slot.device for slot in slots])
         self._lock = threading.Lock()
@@ -192,6 +193,8 @@ class _Lanes:
 
     def settle(self) -> None:
         """Begin no other shard, wait for those that run, and let go of everything."""
+        if is_forked(self._process):
+            return
         try:
             with self._lock:
                 self.todo.clear()
@@ -234,8 +237,11 @@ class _Lanes:
                 try:
                     self._results[job.number] = run_in_slot(job.slot, job.task, job.context)
                 finally:
+                    check_process(self._process)
                     self.company.end(job.number)
         except BaseException as error:
+            if is_forked(self._process):
+                raise
             self._errors[job.number] = error
             if isinstance(error, Together):
                 error.__traceback__ = None  # in this thread: see `run` in fdp._executors

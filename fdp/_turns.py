@@ -14,6 +14,7 @@ go on by himself, all that wait do so in vain, and are told.
 
 import contextlib
 import contextvars
+import os
 import threading
 import time
 from collections import deque
@@ -141,6 +142,8 @@ class Member:
 
 
 MEMBER: "contextvars.ContextVar[Member | None]" = contextvars.ContextVar("fdp_member", default=None)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: MEMBER.set(None))  # those that it takes turns with are not there
 
 
 def this_member() -> Member | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
+from fdp._context import run_in_thread
+
 Job = Callable[[], None]
 
 
@@ -69,9 +71,10 @@ def _start(pool: _Pool, helping: int, more: int) -> int:
 
 def _serve(pool: _Pool) -> None:
     pool.workers.add(threading.get_ident())  # here too: an interrupt may come before the one who started it has done so
+    process = os.getpid()
     while True:
         job = pool.jobs.get()
-        job()
+        run_in_thread(job, process)
         del job  # an idle worker keeps nothing alive
 
 

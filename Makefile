@@ -34,11 +34,14 @@ demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
 	$(BIN)/python examples/digits.py $(ARGS)
 
 # By files on all cores. Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
+# In the second the slots of the property tests are on a virtual accelerator: see property_tests/places.py.
 test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS); first=$$?; $(BIN)/python -m pytest tests/accelerator && exit $$first
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS); first=$$?; \
+	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest --numprocesses auto tests/accelerator property_tests && exit $$first
 
 test-deep: $(READY)  ## property tests with many examples
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS); first=$$?; \
+	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS) && exit $$first
 
 # Every page anew: Sphinx warns only of those that it reads, and a second run would pass.
 docs: $(READY)  ## the site, into build/docs; warnings are errors

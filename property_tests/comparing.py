@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from property_tests.containers import children_of, mapped, tensors_of
+from property_tests.places import moved
 
 
 def assert_same(got: Any, want: Any, path: str = "tree") -> None:
@@ -35,11 +36,14 @@ def assert_same(got: Any, want: Any, path: str = "tree") -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    )
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
     """Two trees are the same up to rounding, which is relative to the largest value of a tensor."""
+    got, want = moved(got), moved(want)
     assert_same(mapped(_without_values, got), mapped(_without_values, want))
     for i, (a, b) in enumerate(zip(tensors_of(got), tensors_of(want), strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"tensor {i}"

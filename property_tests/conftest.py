@@ -1,4 +1,4 @@
-"""How long to search: HYPOTHESIS_PROFILE is `ci` (the default: few examples, the same every time) or `deep`."""
+"""How long to search: HYPOTHESIS_PROFILE is `ci` (the default: some examples, the same every time), `few` or `deep`."""
 
 import os
 
@@ -6,6 +6,7 @@ import torch
 from hypothesis import settings
 
 settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("few", settings.get_profile("ci"), max_examples=6)
 settings.register_profile("deep", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

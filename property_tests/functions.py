@@ -29,9 +29,9 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64)
 
 
-def features(tree: Any, tensor_dims: Sequence[int | None]) -> torch.Tensor:
+def features(tree: Any, tensor_dims: Sequence[int | None], device: torch.device) -> torch.Tensor:
     """A number for each row that depends on every element of the row, and on all that is not split."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for i, (tensor, dim) in enumerate(zip(tensors_of(tree), tensor_dims, strict=True)):
         values = torch.cos(real(tensor) * (i + 1))
         rows = values.sum() if dim is None else values.movedim(dim, 0).unsqueeze(1).flatten(1).sum(1)
@@ -43,8 +43,8 @@ def row_wise(tensor_dims: Sequence[int | None]) -> Callable[[Any, torch.Tensor, 
     """A function `(params, x, tree) -> (rows, 3)` whose rows depend on the same rows of x and the tree."""
 
     def apply(params: Any, x: torch.Tensor, tree: Any) -> torch.Tensor:
-        weight = torch.cos(summary(params) + torch.arange(3))  # (3,)
-        return torch.tanh((x + features(tree, tensor_dims).unsqueeze(-1)) * weight)  # (rows, 3)
+        weight = torch.cos(summary(params) + torch.arange(3, device=x.device))  # (3,)
+        return torch.tanh((x + features(tree, tensor_dims, x.device).unsqueeze(-1)) * weight)  # (rows, 3)
 
     return apply
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fdp
 from property_tests.containers import KINDS
 from property_tests.functions import features, row_wise, sines, summary, value_and_grads
+from property_tests.places import ACCELERATOR, CPU, PLACES, moved
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool)
@@ -57,11 +58,21 @@ def executors() -> st.SearchStrategy[Any]:
 
 
 def devices(slots: int) -> st.SearchStrategy[Any]:
-    """The CPU as that many slots, spelled in all ways."""
-    one = st.sampled_from(["cpu", torch.device("cpu"), "cpu:0"])
+    """That many slots, spelled in all ways."""
+    names: list[Any] = ["cpu", torch.device("cpu"), "cpu:0"]
+    if ACCELERATOR:
+        names = [*PLACES, *map(str, PLACES), *(place.index for place in PLACES), *names[:1]]
+    one = st.sampled_from(names)
     several = st.lists(one, min_size=slots, max_size=slots)
     choices = [several, several.map(tuple)]
-    return st.one_of(*choices, one) if slots == 1 else st.one_of(*choices)
+    if slots == 1:
+        choices.append(one.filter(lambda place: not isinstance(place, int)))
+    return st.one_of(*choices)
+
+
+def sources() -> st.SearchStrategy[torch.device]:
+    """A device that arguments may be on: any."""
+    return st.sampled_from(list(dict.fromkeys([CPU, *PLACES])))
 
 
 def weights(slots: int) -> st.SearchStrategy[Any]:
@@ -82,6 +93,7 @@ class Split(NamedTuple):
     devices: Any
     weights: Any
     executor: Any
+    source: torch.device  # where arguments are, if a test moves them
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def splits(draw: st.DrawFn, at_least: int = 0, *, most_slots: int = 8) -> Split:
     count = draw(slot_counts(most_slots))
     rows = draw(row_counts(count, at_least))
     shares = draw(st.one_of(st.none(), weights(count)))
-    return Split(count, rows, draw(devices(count)), shares, draw(executors()))
+    return Split(count, rows, draw(devices(count)), shares, draw(executors()), draw(sources()))
 
 
 # ---- tensors
@@ -303,7 +315,8 @@ class Case(NamedTuple):
         """The function on several slots."""
         dims = {"in_dims": self.in_dims, "kwarg_dims": self.kwarg_dims, "out_dims": self.out_dims}
         options = self.split.options | dims | options
-        return fdp.dp_apply(self.function, self.params, self.inputs, kwargs=self.kwargs, **options)
+        params, inputs, kwargs = moved((self.params, self.inputs, self.kwargs), self.split.source)
+        return fdp.dp_apply(self.function, params, inputs, kwargs=kwargs, **options)
 
     def oracle(self) -> Any:
         """The function on one device."""
@@ -358,7 +371,7 @@ class Problem(NamedTuple):
     def transformed(self, transform: Callable[..., Any], loss: Callable[..., Any], **options: Any) -> Any:
         """One of fdp's gradient functions of a loss, called."""
         options = self.split.options | {"in_dims": self.in_dims, "microbatches": self.microbatches} | options
-        return transform(loss, self.argnums, **options)(*self.args)
+        return transform(loss, self.argnums, **options)(*moved(self.args, self.split.source))
 
     def oracle(self, loss: Callable[..., Any]) -> tuple[Any, Any]:
         """What the loss returns and its gradients on one device."""
@@ -375,8 +388,9 @@ def problems(draw: st.DrawFn, at_least: int = 1, argnums: Sequence[Any] = (0, -3
     params = {"used": draw(parameters(states=states)), "unused": draw(parameters(states=states))}
 
     def row_losses(params: Any, x: torch.Tensor, tree: Any) -> torch.Tensor:
-        weight = torch.cos(summary(params["used"]) + torch.arange(3))
-        return torch.sin(x * weight + features(tree, batch.tensor_dims).unsqueeze(-1)).square().sum(1)  # (rows,)
+        weight = torch.cos(summary(params["used"]) + torch.arange(3, device=x.device))
+        x = x * weight + features(tree, batch.tensor_dims, x.device).unsqueeze(-1)
+        return torch.sin(x).square().sum(1)  # (rows,)
 
     microbatches = draw(st.sampled_from([1, 2, 3, 50]))
     args = (params, sines(split.rows, 3), batch.tree)

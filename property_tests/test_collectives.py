@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import fdp
+from property_tests.places import spread
 
 REGISTERS = 3
 SIZE = 4  # of the square matrices that the registers hold
@@ -59,7 +61,7 @@ def pairs_of(k: int, n: int) -> list[tuple[int, int]]:
 
 def folded(x: Tensor) -> Tensor:
     """Back to the size of a register, whatever has been gathered or exchanged."""
-    return x.sum() * torch.eye(SIZE, dtype=x.dtype) / 10 + x.flatten()[:1] * 0.1
+    return x.sum() * torch.eye(SIZE, dtype=x.dtype, device=x.device) / 10 + x.flatten()[:1] * 0.1
 
 
 Columns = Sequence[Tensor]
@@ -225,8 +227,8 @@ def outside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any)
         return weighted(execute(program, beginning(w, x[0]), fault), fdp.axis_index())
 
     w, x = arguments(n, attached=True)
-    losses = fdp.dp_apply(fn, w, x, fdp.virtual_devices(n), out_dims="list", executor=executor)
-    total = torch.stack(list(losses)).sum() + 0 * (w.sum() + x.sum())
+    losses = fdp.dp_apply(fn, w, x, spread(n), out_dims="list", executor=executor)
+    total = torch.stack([loss.cpu() for loss in losses]).sum() + 0 * (w.sum() + x.sum())
     return [loss.detach() for loss in losses], *torch.autograd.grad(total, (w, x))
 
 
@@ -246,7 +248,7 @@ def inside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any, 
         return [value.detach(), grad]
 
     w, x = arguments(n, attached=False)
-    losses, grads = fdp.dp_apply(fn, w, x, fdp.virtual_devices(n), out_dims="stack", executor=executor)
+    losses, grads = fdp.dp_apply(fn, w, x, spread(n), out_dims="stack", executor=executor)
     return list(losses), grads
 
 
@@ -255,7 +257,7 @@ def value_and_grad(program: Sequence[Step], n: int, executor: Any) -> Any:
         return weighted(execute(program, beginning(w, x[0])), fdp.axis_index())
 
     w, x = arguments(n, attached=False)
-    return fdp.value_and_grad(fn, devices=fdp.virtual_devices(n), reduction="sum", executor=executor)(w, x)
+    return fdp.value_and_grad(fn, devices=spread(n), reduction="sum", executor=executor)(w, x)
 
 
 def transformed(program: Sequence[Step], n: int) -> Any:
@@ -265,13 +267,13 @@ def transformed(program: Sequence[Step], n: int) -> Any:
     w, x = arguments(n, attached=False)
 
     def total(w: Tensor, x: Tensor) -> Tensor:
-        return torch.stack(list(fdp.dp_apply(fn, w, x, fdp.virtual_devices(n), out_dims="list"))).sum()
+        return fdp.dp_apply(fn, w, x, spread(n), out_dims="stack").sum()
 
     return torch.func.grad_and_value(total, argnums=(0, 1))(w, x)
 
 
 def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(tree_map(Tensor.cpu, found), tree_map(Tensor.cpu, expected), rtol=1e-8, atol=1e-9)
 
 
 slot_counts = st.integers(1, 5)

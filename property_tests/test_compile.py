@@ -12,8 +12,10 @@ import fdp
 from property_tests.comparing import assert_close, assert_same
 from property_tests.containers import Frozen, Point, mapped
 from property_tests.functions import grads_of, sines, summary
+from property_tests.places import cpu_only
 from property_tests.strategies import Split, splits
 
+pytestmark = cpu_only
 # Compiling takes its time: few examples, and those that fail are not made smaller.
 few = settings(max_examples=4 + settings().max_examples // 40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 

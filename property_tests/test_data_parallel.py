@@ -1,5 +1,6 @@
 """Laws of DataParallel: it is the module on one device, and its plan is that of torch.chunk."""
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import fdp
 from property_tests.comparing import assert_close, assert_same
 from property_tests.containers import tensors_of
 from property_tests.functions import sines, summary
+from property_tests.places import CPU, moved, spread
 from property_tests.strategies import batches, devices, executors, slot_counts, weights
 
 
@@ -29,6 +31,12 @@ class RowWise(nn.Module):
         for i, parameter in enumerate(self.parameters()):
             parameter.data = sines(*parameter.shape) + i / 4
 
+    def on(self, device: torch.device) -> "RowWise":
+        """A copy of the module on a device."""
+        module = copy.deepcopy(self).to(device)
+        module.tied.weight = module.layers[3].weight  # pyright: ignore[reportAttributeAccessIssue] (it comes apart)
+        return module
+
     def forward(self, x: torch.Tensor, others: Any = None, *, scale: Any = 1.0) -> dict[str, Any]:
         rows = x.movedim(self.dim, 0)  # (rows, 3)
         hidden = self.layers[:3](rows) + self.shift
@@ -46,16 +54,22 @@ class Case(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def oracle(self) -> RowWise:
+        """The module on one device."""
+        return self.module.on(CPU)
+
 
 @st.composite
 def wrapped(draw: st.DrawFn) -> Case:
     """Row-wise modules of any rows, slots, dim, weights and executor, with inputs that require gradients or not."""
     slots, rows, dim = draw(slot_counts()), draw(st.integers(0, 20)), draw(st.sampled_from([0, 1, -1, -2]))
     shares = draw(st.one_of(st.none(), weights(slots)))
+    ids = draw(devices(slots))
     module = RowWise(dim, draw(st.booleans())).double().train(draw(st.booleans()))
+    module = module.on(fdp.scatter(torch.zeros(1), ids).devices[0])
     shim = fdp.DataParallel(
         module,
-        draw(devices(slots)),
+        ids,
         dim=dim,
         weights=shares,
         buffers=draw(st.sampled_from(["first", "mean"])),
@@ -73,12 +87,13 @@ def value_and_grads(run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: 
     named = {k: a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
     out = run(*leaves, **named)
     wanted = [t for t in [*tensors_of((leaves, list(named.values()))), *module.parameters()] if t.requires_grad]
-    return out, list(torch.autograd.grad(summary(out), wanted, allow_unused=True))
+    return out, list(torch.autograd.grad(summary(moved(out)), wanted, allow_unused=True))
 
 
 @given(wrapped())
 def test_data_parallel_is_the_module(case: Case):
-    want, want_grads = value_and_grads(case.module, case.module, case.args, case.kwargs)
+    module = case.oracle()
+    want, want_grads = value_and_grads(module, module, case.args, case.kwargs)
     for _ in range(2):
         got, grads = value_and_grads(case.shim, case.module, case.args, case.kwargs)
         assert_close(got, want)
@@ -89,7 +104,7 @@ def test_data_parallel_is_the_module(case: Case):
 @given(wrapped(), st.sampled_from([torch.no_grad, torch.inference_mode]))
 def test_data_parallel_is_the_module_without_gradients(case: Case, mode: Any):
     with mode():
-        want = case.module(*case.args, **case.kwargs)
+        want = case.oracle()(*case.args, **case.kwargs)
         for _ in range(2):
             assert_close(case.shim(*case.args, **case.kwargs), want)
 
@@ -101,7 +116,7 @@ def test_copies_follow_their_parameters(case: Case, which: int, versioned: bool,
         case.shim(*case.args, **case.kwargs)
         parameter = list(case.module.parameters())[which]
         (parameter if versioned else parameter.data).copy_(parameter.flip(0) * factor)
-        assert_close(case.shim(*case.args, **case.kwargs), case.module(*case.args, **case.kwargs))
+        assert_close(case.shim(*case.args, **case.kwargs), case.oracle()(*case.args, **case.kwargs))
 
 
 @given(wrapped())
@@ -128,10 +143,10 @@ def test_data_parallel_is_gather_of_parallel_apply(data: st.DataObject):
 def test_the_plan_is_that_of_torch_chunk(slots: int, rows: int, dim: int):
     x = sines(rows, 2).movedim(0, dim)
     chunks = x.chunk(slots, dim)
-    inputs, kwargs = fdp.nn.scatter_kwargs((x,), {"y": [x], "z": 3}, ["cpu"] * slots, dim)
+    inputs, kwargs = fdp.nn.scatter_kwargs((x,), {"y": [x], "z": 3}, spread(slots), dim)
     assert_same([args[0] for args in inputs], list(chunks))
     assert_same(list(kwargs), [{"y": [chunk], "z": 3} for chunk in chunks])
-    assert_same(fdp.nn.scatter(x, ["cpu"] * slots, dim), tuple(chunks))
+    assert_same(fdp.nn.scatter(x, spread(slots), dim), tuple(chunks))
 
 
 @given(st.data())
@@ -139,7 +154,7 @@ def test_gather_inverts_scatter(data: st.DataObject):
     slots, rows = data.draw(slot_counts()), data.draw(st.integers(0, 20))
     dim = data.draw(st.sampled_from([0, 1, -1, -2]))
     batch = data.draw(trees(rows, dim))
-    parts = fdp.nn.scatter(batch, ["cpu"] * slots, dim)
+    parts = fdp.nn.scatter(batch, spread(slots), dim)
     assert len(parts) in (1, slots) or len(parts) == len(torch.arange(rows).chunk(slots))
     assert_same(fdp.nn.gather(parts, "cpu", dim), batch)
 

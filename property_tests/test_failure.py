@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.functions import sines
+from property_tests.places import CPU
 from property_tests.strategies import Split, splits
 
 
@@ -48,6 +50,13 @@ def through_value_and_grad(function: Callable[..., Any], w: Any, x: Any, split: 
 CALLS = (through_dp_apply, through_shard_map, through_parallel_apply, through_value_and_grad)
 
 
+def slots_of(x: torch.Tensor, split: Split) -> tuple[tuple[int, ...], tuple[torch.device, ...]]:
+    """Rows and device of each shard."""
+    sharded = fdp.scatter(x, split.devices, weights=split.weights)
+    assert sharded.sizes is not None
+    return sharded.sizes, sharded.devices
+
+
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
     gc.disable()
@@ -60,27 +69,29 @@ def without_collector() -> Iterator[None]:
 @given(splits(at_least=1), st.sampled_from(CALLS), st.data())
 def test_l12_failures_are_noted(split: Split, through: Callable[..., Any], data: st.DataObject):
     x = torch.arange(split.rows, dtype=torch.float64)
-    sizes = fdp.scatter(x, split.devices, weights=split.weights).sizes
-    assert sizes is not None
+    sizes, devices = slots_of(x, split)
     failing = data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1))
     bounds = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    raised: list[Exception] = []
+    raised: dict[int, Exception] = {}
     ran: list[int] = []
 
     def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ran.append(int(x[0]))
-        if [start for start, _ in bounds].index(int(x[0])) in failing:
-            raised.append(OddError(x.tolist(), "wrong") if len(raised) % 2 == 0 else ValueError("bad value"))
-            raise raised[-1]
+        shard = [start for start, _ in bounds].index(int(x[0]))
+        if shard in failing:
+            raised[shard] = OddError(x.tolist(), "wrong") if shard % 2 == 0 else ValueError("bad value")
+            raise raised[shard]
         return x * w
 
     w = torch.ones((), dtype=torch.float64)
     with pytest.raises((OddError, ValueError), match=r"wrong|bad value") as caught:
         through(function, w, x, split)
-    assert caught.value is raised[0]
+    assert caught.value is raised[min(failing)]
     assert sorted(ran) == [start for start, _ in bounds]  # the others ran too
-    places = [f"in shard {i} of {len(sizes)}, rows {bounds[i][0]}:{bounds[i][1]}, on cpu" for i in sorted(failing)]
-    kinds = [f"{type(error).__name__}: {error}" for error in raised]
+    rows = [f"rows {start}:{end}, on {device}" for (start, end), device in zip(bounds, devices, strict=True)]
+    places = [f"in shard {i} of {len(sizes)}, {rows[i]}" for i in sorted(failing)]
+    kinds = [f"{type(raised[i]).__name__}: {raised[i]}" for i in sorted(failing)]
+    kinds = [kinds[0], *("the same" if one == before else one for before, one in pairwise(kinds))]
     also = [f"also {place}: {kind}" for place, kind in zip(places[1:], kinds[1:], strict=True)]
     assert caught.value.__notes__ == [places[0], *also]
 
@@ -162,24 +173,29 @@ def test_l12_a_failure_in_the_backward_is_noted(split: Split):
     w = torch.ones((), dtype=torch.float64)
     with pytest.raises(OddError, match="backward") as caught:
         fdp.grad(lambda w, x: FailsBackward.apply(w * x).mean(), **split.options)(w, x)
-    sizes = fdp.scatter(x, split.devices, weights=split.weights).sizes
-    assert sizes is not None
-    assert caught.value.__notes__[0] == f"in shard 0 of {len(sizes)}, rows 0:{sizes[0]}, on cpu"
-    assert len(caught.value.__notes__) == len(sizes)
+    sizes, devices = slots_of(x, split)
+    notes, first = caught.value.__notes__, f"in shard 0 of {len(sizes)}, rows 0:{sizes[0]}, on {devices[0]}"
+    if len(sizes) > 1 and any(device != CPU for device in devices):
+        where = ", ".join(dict.fromkeys(map(str, devices)))
+        assert notes == [f"in the one backward of {len(sizes)} shards, on {where}"]
+        return
+    assert notes[0] == first
+    assert len(notes) == len(sizes)
 
 
 @given(splits(at_least=1), st.sampled_from([1, 2, 3]))
 def test_l12_microbatches_are_noted(split: Split, microbatches: int):
     x = torch.arange(split.rows, dtype=torch.float64)
-    sizes = fdp.scatter(x, split.devices, weights=split.weights).sizes
-    assert sizes is not None
+    sizes, devices = slots_of(x, split)
+    rounds = any(device != CPU for device in devices)  # there the others do not begin after a microbatch has failed
     pieces: list[str] = []
     end = 0
     for shard, size in enumerate(sizes):
         parts = [len(part) for part in torch.arange(size).tensor_split(min(size, microbatches))]
         for piece, part in enumerate(parts):
             microbatch = f", microbatch {piece}" if microbatches > 1 and max(sizes) > 1 else ""
-            pieces.append(f"in shard {shard} of {len(sizes)}{microbatch}, rows {end}:{end + part}, on cpu")
+            where = f"in shard {shard} of {len(sizes)}{microbatch}, rows {end}:{end + part}, on {devices[shard]}"
+            pieces += [where] * (piece == 0 or not rounds)
             end += part
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

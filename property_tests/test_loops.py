@@ -10,13 +10,14 @@ import fdp
 from property_tests.comparing import assert_close, assert_same
 from property_tests.containers import leaves_of, mapped
 from property_tests.functions import sines, summary, value_and_grads
+from property_tests.places import moved
 from property_tests.strategies import devices, executors, parameters, row_counts, slot_counts
 
 RATE, MOMENTUM = 0.1, 0.9
 
 
 def loss_of(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    weight = torch.cos(summary(params) + torch.arange(3))
+    weight = torch.cos(summary(params) + torch.arange(3, device=x.device))
     return (torch.tanh(x * weight).sum(1) - y).square().mean()
 
 
@@ -85,7 +86,7 @@ def test_parallel_apply_is_the_function_on_each_slot(data: st.DataObject):
     for number, count in enumerate(rows):
         batch = fdp.scatter(batch_of(count, number)[0], where, keep_empty=True)
         *state, doubled = fdp.parallel_apply(step, *state, batch, kwargs={"scale": scale}, executor=executor)
-        outputs = [step(*own, x, scale=scale) for own, x in zip(each, batch.shards, strict=True)]
+        outputs = [step(*own, moved(x), scale=scale) for own, x in zip(each, batch.shards, strict=True)]
         each = [output[:2] for output in outputs]
         for slot, output in enumerate(outputs):
             assert_same((state[0][slot], state[1][slot], doubled[slot]), output)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fdp
 from property_tests.comparing import assert_same, ties_of
 from property_tests.containers import Point, tensors_of
+from property_tests.places import ACCELERATOR, CPU, memory_of, moved
 from property_tests.strategies import (
     VALUES,
     Split,
@@ -20,6 +21,7 @@ from property_tests.strategies import (
     devices,
     row_counts,
     slot_counts,
+    sources,
     splits,
     weights,
 )
@@ -44,7 +46,10 @@ def test_l3_gather_inverts_scatter(data: st.DataObject):
     sharded = fdp.scatter(batch.tree, split.devices, batch.dims, weights=split.weights)
     joined = fdp.gather(sharded)
     assert_same(joined, batch.tree)
-    assert ties_of(joined) == ties_of(batch.tree)
+    apart = fdp.scatter(batch.tree, [CPU] * split.slots, batch.dims, weights=split.weights)
+    assert [ties_of(shard) for shard in sharded.shards] == [ties_of(shard) for shard in apart.shards]
+    # What two slots had of a list is two tensors, if they are on two devices.
+    assert ACCELERATOR or ties_of(joined) == ties_of(batch.tree)
     assert [t.requires_grad for t in tensors_of(joined)] == [t.requires_grad for t in tensors_of(batch.tree)]
 
 
@@ -89,8 +94,8 @@ def test_l3_shards_are_slices(data: st.DataObject):
     for shard, (start, end) in zip(sharded.shards, pairwise(starts), strict=True):
         for part, whole, dim in zip(tensors_of(shard), tensors_of(batch.tree), batch.tensor_dims, strict=True):
             assert_same(part, whole if dim is None else whole.narrow(dim, start, end - start))
-            if part.numel() > 0:
-                assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()  # a view
+            if part.numel() > 0 and part.device == whole.device:
+                assert memory_of(part) == memory_of(whole)  # a view
 
 
 @given(st.data())
@@ -106,7 +111,7 @@ def test_l4_scatter_inverts_gather(data: st.DataObject):
 @given(st.data())
 def test_unreplicate_inverts_replicate(data: st.DataObject):
     slots = data.draw(slot_counts())
-    tree = data.draw(batches(2, special=True, states=STATES)).tree
+    tree = moved(data.draw(batches(2, special=True, states=STATES)).tree, data.draw(sources()))
     copy = data.draw(st.booleans())
     replicated = fdp.replicate(tree, data.draw(devices(slots)), copy=copy)
     slot = data.draw(st.integers(-slots, slots - 1))
@@ -114,13 +119,14 @@ def test_unreplicate_inverts_replicate(data: st.DataObject):
     assert_same(fdp.gather(replicated), tree)
     storages = [ties_of([shard]) for shard in replicated.shards]
     assert all(ties == ties_of(tree) for ties in storages)
-    filled = [{t.untyped_storage().data_ptr() for t in tensors_of(shard) if t.numel()} for shard in replicated.shards]
-    whole = {t.untyped_storage().data_ptr() for t in tensors_of(tree) if t.numel()}
+    filled = [{memory_of(t) for t in tensors_of(shard) if t.numel()} for shard in replicated.shards]
+    whole = {memory_of(t) for t in tensors_of(tree) if t.numel()}
     if copy:
         assert all(not one & other for one in filled for other in filled if one is not other)
         assert all(not one & whole for one in filled)
     else:
-        assert all(one == whole for one in filled)
+        on = {t.device for t in tensors_of(tree)}
+        assert all(one == whole for one, device in zip(filled, replicated.devices, strict=True) if on == {device})
 
 
 @given(st.data())

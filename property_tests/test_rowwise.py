@@ -11,6 +11,7 @@ import fdp
 from property_tests.comparing import assert_close, assert_same
 from property_tests.containers import tensors_of
 from property_tests.functions import grads_of, row_wise, sines, summary
+from property_tests.places import ACCELERATOR, generators
 from property_tests.strategies import (
     EXACT,
     FLOATS,
@@ -83,13 +84,13 @@ def test_l8_seeds_repeat(split: Split, seed: int):
     x = torch.zeros(split.rows, 2)
 
     def function(_: None, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand(x.shape) + torch.rand(())
+        return x + torch.rand(x.shape, device=x.device) + torch.rand(())
 
     torch.manual_seed(1)
-    state = torch.get_rng_state()
+    states = [generator.get_state() for generator in generators()]
     first, second = (fdp.dp_apply(function, None, x, seed=seed, **split.options) for _ in range(2))
     assert_same(first, second)
-    assert_same(torch.get_rng_state(), state)
+    assert_same([generator.get_state() for generator in generators()], states)
     assert len(first.unique()) == first.numel()  # no two slots draw the same
 
 
@@ -132,12 +133,13 @@ def test_slots_stand_for_arguments(case: Case, data: st.DataObject):
     args: list[Any] = list(trees)
     for i in placed:
         args[i], dims[i] = sharded[i], 0
-    params = fdp.replicate(case.params, split.devices, copy=data.draw(st.booleans()))
+    where = sharded[0].devices if ACCELERATOR else split.devices
+    params = fdp.replicate(case.params, where, copy=data.draw(st.booleans()))
     out = fdp.dp_apply(
         case.function,
         data.draw(st.sampled_from([params, case.params])),
         tuple(args[:2]),
-        data.draw(st.sampled_from([None, split.devices])),
+        data.draw(st.sampled_from([None, where])),
         in_dims=tuple(dims[:2]),
         kwargs={"kept": args[2], "name": "text"},
         kwarg_dims={"kept": dims[2]},
@@ -187,7 +189,7 @@ def test_gather_reduces_as_one_device_does(data: st.DataObject):
         got = fdp.gather(shards, {"x": dim, "name": 0})
         assert got["name"] == "text"
         if dim == "sum":
-            torch.testing.assert_close(got["x"], want, rtol=0, atol=1e-12, equal_nan=True)
+            torch.testing.assert_close(got["x"].cpu(), want, rtol=0, atol=1e-12, equal_nan=True)
         else:
             assert_same(got["x"], want)
 

@@ -50,31 +50,27 @@ class Drawn(abc.ABC):
 
 def as_text(drawn: Any) -> str:
     """Without colours and line ends by width."""
-    from rich.console import Console
-
     file = io.StringIO()
-    Console(file=file, width=_WIDE, color_system=None, force_terminal=False, legacy_windows=False).print(drawn)
+    _console(file=file, width=_WIDE, color_system=None, force_terminal=False).print(drawn)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def as_html(drawn: Any) -> str:
     """As a notebook shows it."""
-    from rich.console import Console
-
     # Measured first: rich would fill lines up to the width.
-    width = max(map(len, as_text(drawn).splitlines()), default=1)
-    console = Console(
-        file=io.StringIO(),
-        width=width + 2,
-        record=True,
-        color_system="truecolor",
-        force_terminal=True,
-        legacy_windows=False,
-    )
+    width = max(map(len, as_text(drawn).splitlines()), default=1) + 2
+    console = _console(file=io.StringIO(), width=width, record=True, color_system="truecolor", force_terminal=True)
     console.print(drawn)
     code = console.export_html(inline_styles=True, code_format="{code}")
     style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
     return f'<pre style="{style}">{code}</pre>'
+
+
+def _console(**options: Any) -> Any:
+    """One that writes to its file: in a notebook rich would show what it prints at once, and leave the file empty."""
+    from rich.console import Console
+
+    return Console(**options, legacy_windows=False, force_jupyter=False)
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[str] = ()) -> Any:

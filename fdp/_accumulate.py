@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fdp._dims import Plan
+from fdp._listing import listed
 from fdp._place import flatten_args
 from fdp._replicate import replicate_on
 from fdp._slots import Replicated, Sharded, Slots
@@ -38,7 +39,7 @@ def check_differentiable(flats: Sequence[Flat], plan: Plan, where: str) -> None:
                 _check_sharded(leaf, flat.path(i), flat.specs[i], plan, where)
     if wrong:
         raise TypeError(
-            f"{where}: only floating-point and complex tensors can be differentiated in, not {', '.join(wrong)}. Pass "
+            f"{where}: only floating-point and complex tensors can be differentiated in, not {listed(wrong)}. Pass "
             "the others, such as a module's buffers, in an argument that argnums does not name"
         )
 
@@ -53,11 +54,11 @@ def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Plan, where: str) 
     if len(set(plan.slots)) < len(plan.slots):
         raise ValueError(f"{where}: {path} is a Sharded, which cannot be differentiated in microbatches")
     inner = flatten_args([(path, leaf.shards[0], spec if leaf.dims is AUTO else leaf.dims, "in_dims")], where)[0]
-    whole = [inner.path(i) for i, dim in enumerate(inner.specs) if dim is None]
+    whole = [i for i, dim in enumerate(inner.specs) if dim is None]
     if whole:
         raise ValueError(
-            f"{where}: {', '.join(whole)} was not split, and each slot would hold a part of its gradient. Pass it "
-            "in an argument of its own"
+            f"{where}: {listed(whole, inner.path)} was not split, and each slot would hold a part of its gradient. "
+            "Pass it in an argument of its own"
         )
 
 

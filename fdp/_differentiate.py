@@ -22,6 +22,7 @@ from fdp._gang import Meets, forget_restarts
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import meets, must_run_together, remember_apart, runs_apart
+from fdp._tensor import promoted
 from fdp._together import Task
 from fdp._typing import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp._wire import Again
@@ -133,7 +134,7 @@ class Differentiation:
             remember_apart(self.fn, apart=not must_run_together(self.fn))
         else:
             device = target or call.device
-            value = join([out.loss for out in outs], self.reduction, weights.own, device, "loss", where)
+            value = join(promoted([out.loss for out in outs]), self.reduction, weights.own, device, "loss", where)
             aux = self._joined_aux(outs, call, weights, device) if self.has_aux else None
         grads = gradients.finish()
         return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
@@ -157,13 +158,14 @@ class Differentiation:
         """What this process adds to the results of all."""
         across = call.across
         assert across is not None
-        loss = (weights.own, weights.whole()) if self.reduction == "mean" else (call.plan.sizes, across.rows)
-        rows = (call.plan.sizes, across.rows) if self.aux_weight == "rows" and self.count is not None else loss
+        of_loss = (weights.own, weights.whole()) if self.reduction == "mean" else (call.plan.sizes, across.rows)
+        rows = (call.plan.sizes, across.rows) if self.aux_weight == "rows" and self.count is not None else of_loss
         dims = (self.reduction, "mean" if self.aux_dims is AUTO else self.aux_dims)
-        trees = [(out.loss, out.aux) for out in outs]
+        losses = promoted([out.loss for out in outs]) if outs else []
+        trees = [(loss, out.aux) for loss, out in zip(losses, outs, strict=True)]
         if call.plan.sizes is not None:
             self._check_aux(outs, call, [piece for size in across.sizes for piece in pieces(size, self.microbatches)])
-        part = Part(across, trees, dims, *rows, target or call.device, self.where, first=loss)
+        part = Part(across, trees, dims, *rows, target or call.device, self.where, first=of_loss)
         across.ends_with(part.place(gradients.sums()))
         if outs:
             ours = gradients.ours()

@@ -9,6 +9,7 @@ from fdp._context import Axis
 from fdp._gang import What
 from fdp._guards import is_forward_mode
 from fdp._linear import Fence, Handle, Linear, Note, Undifferentiable, exchanged
+from fdp._listing import listed
 from fdp._meeting import axis_of, depth, gang_of, inside, meet
 from fdp._operations import Extreme, Operation
 from fdp._over_processes import everywhere
@@ -24,12 +25,11 @@ def on_tree(
     axis = axis_of(where, axis_name)
     flat = flatten(tree, "tree", where=where)
     kinds = (Tensor, int, float) if numbers else (Tensor,)
-    wrong = [f"{flat.path(i)} ({_type(leaf)})" for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
+    wrong = [(i, leaf) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
     if wrong:
         kind = "tensors, ints and floats" if numbers else "tensors"
-        raise TypeError(
-            f"{where}: only {kind} can be exchanged, not {', '.join(wrong)}. torch.as_tensor makes tensors of numbers"
-        )
+        each = listed(wrong, lambda pair: f"{flat.path(pair[0])} ({_type(pair[1])})")
+        raise TypeError(f"{where}: only {kind} can be exchanged, not {each}. torch.as_tensor makes tensors of numbers")
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     operation = make([tensor.ndim for tensor in tensors])
     operation.name = where

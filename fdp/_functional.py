@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 from fdp._known import mark
+from fdp._listing import listed
 from fdp._returned import note
 from fdp._skeleton import Skeleton
 from fdp._untraced import leave_alone
@@ -164,8 +165,8 @@ def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expect
     for what, tree, expected in (("params", params, expected_params), ("buffers", buffers, expected_buffers)):
         missing = [name for name in expected if name not in tree]
         unexpected = [name for name in tree if name not in expected]
-        problems += [f"{what} lacks {missing}"] if missing else []
-        problems += [f"{what} has unexpected {unexpected}"] if unexpected else []
+        problems += [f"{what} lacks [{listed(missing, repr)}]"] if missing else []
+        problems += [f"{what} has unexpected [{listed(unexpected, repr)}]"] if unexpected else []
     raise ValueError(f"apply: {'; '.join(problems)}. Pass (params, buffers) with the names functional(module) returns")
 
 
@@ -173,8 +174,9 @@ def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
     written = [path for path, version in after.items() if before.get(path, version) != version]
     if written:
         raise RuntimeError(
-            f"apply: forward wrote in place to {written}, plain tensor attributes that all calls share. Register them "
-            f"as buffers, register_buffer(name, tensor): apply works on copies of those and returns them"
+            f"apply: forward wrote in place to [{listed(written, repr)}], plain tensor attributes that all calls "
+            "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
+            "returns them"
         )
 
 

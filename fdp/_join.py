@@ -10,6 +10,7 @@ import torch
 
 from fdp._devices import is_faking
 from fdp._dims import REDUCTIONS, check_out_dim
+from fdp._listing import listed
 from fdp._place import to_device
 from fdp._stages import staged
 from fdp._tensor import accumulator, concat, copy, is_inexact, layers, total
@@ -46,7 +47,7 @@ def join(
     problems = [_problem(column, flats[0], i, weights) for i, column in enumerate(columns)]
     if any(problems):
         hint = hint or f"{choices} says how each leaf is joined"
-        raise ValueError(f"{where}: {'; '.join(filter(None, problems))}. {hint}")
+        raise ValueError(f"{where}: {listed(list(filter(None, problems)), separator='; ')}. {hint}")
     specs = flats[0].specs
     if torch.compiler.is_compiling():  # ids would become guards on these very tensors
         leaves = [
@@ -196,7 +197,9 @@ _COMPILES_COMPARISONS = torch.__version__ >= "2.13" and sys.version_info < (3, 1
 def _dtype_problem(tensors: Sequence[torch.Tensor]) -> str | None:
     if all(tensor.dtype == tensors[0].dtype for tensor in tensors):
         return None
-    return f"has dtypes {[str(tensor.dtype) for tensor in tensors]} on the slots"
+    kinds = {tensor.dtype: i for i, tensor in reversed(list(enumerate(tensors)))}
+    each = ", ".join(f"{dtype} in shard {i}" for dtype, i in sorted(kinds.items(), key=lambda kind: kind[1]))
+    return f"has dtypes that differ, {each}: convert it in the function, as with .float()"
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, flat: Flat, index: int) -> bool:
@@ -231,4 +234,4 @@ def _values(column: Sequence[Any]) -> str:
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    return listed(tensors, lambda tensor: str(tuple(tensor.shape)))

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_MOST = 10
+MOST = 10
 
 
 def listed(things: Sequence[Any], say: Callable[[Any], str] = str, separator: str = ", ") -> str:
     """What `say` says of the first ten, and how many more there are. Of the others it is not asked."""
-    more = len(things) - _MOST
-    shown = [say(thing) for thing in things[:_MOST]]
+    more = len(things) - MOST
+    shown = [say(thing) for thing in things[:MOST]]
     return separator.join([*shown, f"{more:,} more"] if more > 0 else shown)

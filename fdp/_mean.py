@@ -11,6 +11,7 @@ from torch._C._functorch import is_batchedtensor
 
 from fdp._exchange import on_tree
 from fdp._guards import is_forward_mode
+from fdp._listing import listed
 from fdp._operations import Sum
 from fdp._tensor import accumulator, is_inexact, layers
 from fdp._tree import flatten, unflatten
@@ -22,9 +23,9 @@ WEIGHT = "weight of pmean"  # so that messages tell its meeting from that of the
 def mean(tree: Tree, axis_name: str, count: int, weight: Any) -> Tree:
     """The mean over slots, each counting its `weight`; if that is None, the same as the others of `count`."""
     flat = flatten(tree, "tree", where="pmean")
-    wrong = [flat.path(i) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Tensor) and not is_inexact(leaf)]
+    wrong = [i for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Tensor) and not is_inexact(leaf)]
     if wrong:
-        raise TypeError(f"pmean: integers have no mean: {', '.join(wrong)}. Use psum, or floats")
+        raise TypeError(f"pmean: integers have no mean: {listed(wrong, flat.path)}. Use psum, or floats")
     # Half precision stays wide until it is divided: sums and shares may overflow where the mean does not.
     leaves = [leaf.to(accumulator(leaf.dtype)) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
     whole: Any = count

@@ -104,6 +104,8 @@ class Refusal(NamedTuple):
 
 def refusal(obj: Any) -> Refusal | None:
     """Why a value may not be a leaf: its tensors would be neither split nor moved."""
+    if isinstance(obj, torch.Tensor):  # of a class that is met for the first time
+        return None
     if isinstance(obj, Packed):
         return Refusal(
             "a PackedSequence, which cannot be split by rows",

@@ -1,5 +1,6 @@
 """From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from fdp._devices import as_devices
 from fdp._dims import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
+from fdp._listing import MOST, listed
 from fdp._processes import Processes
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
@@ -35,7 +37,7 @@ def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole:
             except (TypeError, ValueError) as error:
                 problems.append(error)
     if problems:
-        raise type(problems[0])(f"{where}: " + "; ".join(map(str, problems)))
+        raise type(problems[0])(f"{where}: {listed(problems, separator='; ')}")
     return flats
 
 
@@ -85,6 +87,11 @@ def plan_args(
     """
     held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
     slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
+    if len(slots) > 1 and torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
+            "the function or the module inside a DataParallel, and map the traced one"
+        )
     sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
     measured = [(path, _sizes_of(leaf, spec, path, where)) for path, leaf, spec in sharded]
     sized = [(path, sizes) for path, sizes in measured if sizes is not None]
@@ -93,7 +100,8 @@ def plan_args(
         if sized:
             raise ValueError(f"{where}: {sized[0][0]} is a Sharded, which fixes the rows of each slot; drop weights")
     if any(sizes != sized[0][1] for _, sizes in sized):
-        each = ", ".join(f"{path} has {'+'.join(map(str, sizes))}" for path, sizes in sized)
+        sized = _odd_first(sized, lambda each: each[1])
+        each = listed(sized, lambda each: f"{each[0]} has {'+'.join(map(str, each[1]))}")
         raise ValueError(f"{where}: rows of the slots differ: {each}")
     rows = _common_rows(flats, sized, where, whole)
     if sized:
@@ -175,11 +183,15 @@ def _common_rows(
     ]
     rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
     if any(size != rows[0] for size in rows):
-        each = [f"{path} has {sum(sizes)}" for path, sizes in sized]
-        each += [f"{flat.path(i)} has {size} along {_along(flat.specs[i])}" for flat, i, size in split]
-        raise ValueError(
-            f"{where}: rows differ: {', '.join(each)}. {whole[0].upper()}{whole[1:]} for what should not be split"
-        )
+
+        def say(k: int) -> str:
+            if k < len(sized):
+                return f"{sized[k][0]} has {rows[k]}"
+            flat, i, size = split[k - len(sized)]
+            return f"{flat.path(i)} has {size} along {_along(flat.specs[i])}"
+
+        each = listed(_odd_first(range(len(rows)), lambda k: rows[k]), say)
+        raise ValueError(f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split")
     return rows[0] if rows else None
 
 
@@ -188,6 +200,16 @@ def rows_of(leaf: Any, spec: Any) -> int:
     if spec is None or not isinstance(leaf, torch.Tensor | list | tuple):
         return -1
     return leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf)
+
+
+def _odd_first(things: Sequence[Any], key: Callable[[Any], Any]) -> Sequence[Any]:
+    """Where there are many, one of each kind first, then the second ones: a list that is cut has all kinds."""
+    seen: Counter[Any] = Counter()
+    turns: list[int] = []
+    for thing in things:
+        seen[key(thing)] += 1
+        turns.append(seen[key(thing)])
+    return things if len(things) <= MOST else [things[i] for i in sorted(range(len(things)), key=turns.__getitem__)]
 
 
 def _along(spec: Any) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fdp._beginnings import begin
+from fdp._listing import listed
 from fdp._processes import Processes
 from fdp._spread import Entered
 from fdp._tree import Flat, unflatten
@@ -34,11 +35,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
         columns = zip(paths, tensors, shared, strict=True)
         other = [path for path, own, first in columns if not _equal(own, first)]
         _raise_for(
-            [
-                f"process {rank}: {', '.join(paths)}"
-                for rank, paths in enumerate(wire.objects(other, "replicate"))
-                if paths
-            ]
+            [f"process {rank}: {listed(paths)}" for rank, paths in enumerate(wire.objects(other, "replicate")) if paths]
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         shared = Entered.apply(Talk(wire), "replicate", shared, *tensors)

@@ -102,8 +102,9 @@ def gather(
         dims = sharded.dims if out_dims is AUTO else out_dims
         if dims is AUTO:
             raise ValueError("gather: these shards carry no dims; pass out_dims, e.g. 0 to concatenate or 'mean'")
-        own, alone = sharded.sizes, processes is None
-        shares = own if weights is None else check_weights(weights, len(sharded), "gather", whole=alone)
+        # No rows at all are none to average, but may be concatenated.
+        own = sharded.sizes
+        shares = own if weights is None else check_weights(weights, len(sharded), "gather", whole=False)
         target = sharded.devices[0] if device is None else as_device(device, "gather")
         if processes is not None:
             return gather_across(processes, sharded.shards, dims, shares, target, across)

@@ -4,6 +4,7 @@ All are plain differentiable torch, so autograd and torch.func need nothing spec
 """
 
 import ctypes
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,12 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype to add up in. Half precision has no room for sums: in bfloat16, 256 + 1 is 256."""
     return torch.promote_types(dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def promoted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the widest of their dtypes. Under autocast the dtype of a result may depend on its rows."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in tensors]
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

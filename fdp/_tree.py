@@ -45,15 +45,21 @@ class Flat(NamedTuple):
     leaves: list[Any]
     specs: list[Any]
     structure: optree.PyTreeSpec
+    accessors: list[optree.PyTreeAccessor]  # none, until they are asked for
 
     def path(self, index: int) -> str:
         """Where a leaf stands, as the user would write it: `inputs[0]['x']`."""
-        return optree.treespec_accessors(self.structure)[index].codify(self.name)
+        return self._accessor(index).codify(self.name)
 
     def entry(self, index: int) -> Any:
         """The last step to a leaf: a key, the name of a field or a position; None if it is the whole tree."""
-        path = optree.treespec_paths(self.structure)[index]
+        path = self._accessor(index).path
         return path[-1] if path else None
+
+    def _accessor(self, index: int) -> optree.PyTreeAccessor:
+        if not self.accessors:  # all at once: one alone takes as long
+            self.accessors.extend(optree.treespec_accessors(self.structure))
+        return self.accessors[index]
 
 
 def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: str = "fdp") -> Flat:
@@ -75,7 +81,7 @@ def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
     if not isinstance(dims, int | str | None):
         _register_nodes(dims)
     if is_spec_leaf(dims) and not _is_items(dims):
-        return Flat(name, leaves, [dims] * len(leaves), structure)
+        return Flat(name, leaves, [dims] * len(leaves), structure, [])
     places = _walk(dims, tree, lambda: name, choices)
     if any(_is_items(spec) for _, spec in places):
         structure = _structure_with_items(dims, tree, lambda: name, choices)
@@ -84,7 +90,7 @@ def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
         below = [node] if _is_items(spec) else optree.tree_leaves(node, namespace=NAMESPACE)
         leaves += below
         specs += [spec] * len(below)
-    return Flat(name, leaves, specs, structure)
+    return Flat(name, leaves, specs, structure, [])
 
 
 def digest_of(flat: Flat) -> int:

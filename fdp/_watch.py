@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from fdp._listing import listed
 from fdp._place import Memo
 from fdp._slots import Slots
 from fdp._tensor import layers
@@ -46,10 +47,10 @@ class Watch(NamedTuple):
         if versions == self.versions:
             return
         written = [i for i, (old, new) in enumerate(zip(self.versions, versions, strict=True)) if old != new]
-        paths = ", ".join(dict.fromkeys(path for i in written for path in _paths_of(*self.owners[i])))
+        paths = dict.fromkeys(path for i in written for path in _paths_of(*self.owners[i]))
         raise RuntimeError(
-            f"{where}: the function wrote in place to {paths}. It must be pure: work on x.clone(), or return the new "
-            "value. The tensors that were passed may hold the change already"
+            f"{where}: the function wrote in place to {listed(list(paths))}. It must be pure: work on x.clone(), or "
+            "return the new value. The tensors that were passed may hold the change already"
         )
 
 

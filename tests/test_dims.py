@@ -109,6 +109,8 @@ TAKES_WEIGHTS = {
 @pytest.mark.parametrize("where", TAKES_WEIGHTS)
 def test_wrong_weights(where: str, name: str):
     weights, message = WRONG_WEIGHTS[name]
+    if (where, name) == ("gather", "all-zero"):  # those of no rows, which may be concatenated
+        message = "shard has out_dim 'mean', but there are no rows"
     with pytest.raises(ValueError, match=rf"^{where}: {message}"):
         TAKES_WEIGHTS[where](weights)
 

@@ -183,6 +183,16 @@ def test_an_object_without_tensors_is_passed_by_reference(name: str):
     assert all(shard["o"] is obj for shard in sharded.shards)
 
 
+def test_a_class_of_tensors_is_no_such_object():
+    """Also when it is met for the first time, with tensors in its attributes."""
+
+    class Labelled(torch.Tensor): ...
+
+    x = numbers(4).as_subclass(Labelled)
+    x.label = numbers(4)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(fdp.dp_apply(lambda w, x: x * w, W, x, SLOTS), x * W)
+
+
 def test_what_is_written_into_an_object_later_is_seen():
     obj = Held(Held(None))
     fdp.scatter([numbers(3), obj], SLOTS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fdp._listing import listed
 from fdp._tree import Flat, first_difference, flatten, unflatten
 from fdp._typing import Tree
 
@@ -18,7 +19,7 @@ def pack(tree: Tree, where: str) -> dict[str, Any]:
     leaves = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     refused = [i for i, leaf in enumerate(leaves) if type(leaf) not in (torch.Tensor, *_PLAIN)]
     if refused:
-        each = "; ".join(f"{flat.path(i)} is a {type(leaves[i]).__name__}" for i in refused)
+        each = listed(refused, lambda i: f"{flat.path(i)} is a {type(leaves[i]).__name__}", "; ")
         raise TypeError(
             f"{where}: {each}. A checkpoint holds tensors, numbers, strings, bytes, dtypes, devices and sizes, so that "
             "loading it runs no code: torch.as_tensor(array), float(scalar), enum.name"

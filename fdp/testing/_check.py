@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+from fdp._listing import listed
 from fdp.testing._case import WHERE, Case, Run, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError
@@ -28,7 +29,7 @@ def check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
     """Raise if a run wrote to its arguments."""
     if written := case.sample.written(arguments):
         raise AssertionError(
-            f"{WHERE}: the function wrote in place to {', '.join(written)}, {place}. It must be pure: work on "
+            f"{WHERE}: the function wrote in place to {listed(written)}, {place}. It must be pure: work on "
             "x.clone(), or return the new value"
         )
 

@@ -14,7 +14,7 @@ from fdp._across import Across
 from fdp._context import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._dims import Plan
 from fdp._gang import Meets, Together, forget_restarts
-from fdp._generators import seeded
+from fdp._generators import bookmark, seeded
 from fdp._guards import is_forward_mode
 from fdp._known import (
     compilations,
@@ -150,6 +150,9 @@ def _run_apart(
     if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
         return "", []
     wanted: list[str] = []
+    go_back = None
+    if mode.seed is None and (slots[0].own_count > 1 or mode.across is not None):
+        go_back = bookmark(dict.fromkeys(slot.device for slot in slots))
     before = WANTED.set(wanted)
     try:
         if _may_use_threads(mode, len(tasks)):
@@ -159,6 +162,8 @@ def _run_apart(
     except Together as need:
         if need.wanted is not wanted:  # a collective of an axis around this one
             raise
+        if go_back is not None:
+            go_back()
         need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
         return need.name, []
     except BaseException as error:
@@ -166,6 +171,8 @@ def _run_apart(
         raise
     finally:
         WANTED.reset(before)
+    if wanted and failures and go_back is not None:
+        go_back()
     if wanted and failures:  # in a `finally` or `except` around the collective, perhaps
         return wanted[0], []
     if wanted:

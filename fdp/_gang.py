@@ -159,8 +159,8 @@ class Gang:
             at = [meeting.named(other) for meeting in list(self._meetings.values()) if other in meeting.whats]
             at += [wait.where.name for wait in self.turns.waits() if (self, other) in wait.where.inside]
             name = f"shard {self.first + other}"
-            elsewhere = " elsewhere" if own in at[:1] else ""
-            said.append(f"{name} waits in {at[0]}{elsewhere}" if at else f"{name} has not come to it")
+            waits = " and ".join(x + " elsewhere" * (x == own) for x in dict.fromkeys(at))
+            said.append(f"{name} waits in {waits}" if at else f"{name} has not come to it")
         return ", ".join(said)
 
 
@@ -213,10 +213,9 @@ class _Meeting:
 
     def explain(self, index: int) -> Exception:
         """Why a slot waits in vain."""
-        missing = self.missing()
+        name, missing = self.named(index), self.missing()
         error = Abandoned(
-            f"{self.named(index)} in shard {self._gang.first + index} waits in vain: "
-            f"{self._gang.where(missing, self.named(index))}. "
+            f"{name} in shard {self._gang.first + index} waits in vain: {self._gang.where(missing, name)}. "
             "All shards must call the same collectives in the same order"
         )
         error.follows = self._gang.have_ended(missing)

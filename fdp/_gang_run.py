@@ -52,7 +52,7 @@ def run_gang(
     if settings.seed is not None:
         be_alone()  # nobody else is to draw from what its slots draw from
     run = _Run(tasks, slots, settings, token, settings.limit)
-    if settings.seed is None and settings.limit == 1 and not settings.joint:
+    if settings.seed is None and settings.limit == 1:
         run.take_seed()
     return run.outcome(run.in_threads)
 
@@ -73,7 +73,12 @@ def _turns(limit: int) -> tuple[Member | None, Turns]:
 
     Where this thread has something that it cannot give back, it keeps its turn, and the slots have turns of their own.
     """
-    around = this_member()
+    around, slot = this_member(), MEMBER.get()
+    if around is None and slot is not None and slot.belongings:
+        raise RuntimeError(
+            "a call with collectives in a thread that a slot has started, while the slot has the random generators. "
+            "Call it in the thread where the function runs, or mark the function with fdp.thread_safe"
+        )
     if around is not None and firm() <= around.firm:
         return around, around.turns
     return None, Turns(1 if EXCLUSIVE.is_here() else limit)
@@ -150,8 +155,7 @@ class _Run:
 
     def _start_others(self) -> None:
         # Each has generators of its own from here on; the caller's go on as those of slot 0.
-        if not self._settings.joint:
-            self.take_seed()
+        self.take_seed()
         self._begin(1)
 
     def _begin(self, first: int) -> None:
@@ -270,7 +274,8 @@ class _Run:
     def _leave_seed(self) -> None:
         """Move the caller's generator if slots have drawn: the next call is to draw something else."""
         if self._has_taken and any(random.has_drawn() for random in self._randoms):
-            torch.rand((), device="cpu")  # whatever the default device is
+            with temporarily_clear_interpreter_stack():
+                torch.rand((), device="cpu")  # whatever the default device is
 
     def _clear(self) -> None:
         """Let go: tracebacks hold this object."""

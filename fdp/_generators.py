@@ -7,12 +7,14 @@ and so run Python in another thread: if that one asks for a state too, both wait
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fdp._context import EXCLUSIVE, IN_ORDER, Slot, be_alone, fold_in
+from fdp._context import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Slot, be_alone, fold_in
 from fdp._turns import this_member
 
 
@@ -107,3 +109,45 @@ def seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
                 return call()
         finally:
             deque(restore, 0)  # one call of C, which no interrupt comes before or into
+
+
+def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
+    """Where the generators are now; the function goes back there, as if nothing had been drawn meanwhile.
+
+    Where others draw from them at the same time nothing can be repeated, and it does nothing.
+    """
+    member = this_member()
+    is_shared = SIDE_BY_SIDE.get() is not None and (member is None or not member.belongings)
+    if is_shared or torch._C._len_torch_dispatch_stack() or _is_capturing(devices):
+        return _stay
+    generators = list(dict.fromkeys(generator for device in devices for generator in generators_of(device)))
+    before = _states(generators)
+    if not before:
+        return _stay
+
+    def go_back() -> None:
+        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
+            deque(map(torch.Generator.set_state, generators, before), 0)
+
+    return go_back
+
+
+def _stay() -> None:
+    return
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """The states; none if another thread has the lock."""
+    states: list[torch.Tensor] = []
+    read = partial(states.__iadd__, map(torch.Generator.get_state, generators))
+    steps = [read] if LENT.get() else [partial(EXCLUSIVE.lock.acquire, False), read, EXCLUSIVE.lock.release]
+    is_transformed = torch._C._are_functorch_transforms_active()
+    # Inside a transform a state has no memory to read.
+    with temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext():
+        all(map(operator.call, steps))  # one call of C, which no interrupt comes into; it ends at what returns False
+    return states
+
+
+def _is_capturing(devices: Collection[torch.device]) -> bool:
+    """Whether a graph is being captured, in which nobody may ask a generator for its state."""
+    return any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fdp
 from fdp._context import EXCLUSIVE
 from fdp._generators import KeptGenerators, OwnGenerators
-from tests.helpers import assert_close_tree, assert_same_tree, numbers, side_by_side
+from tests.helpers import anew, assert_close_tree, assert_same_tree, numbers, side_by_side
 
 Draw = Callable[[Tensor], Tensor]
 SLOTS, SEED = fdp.virtual_devices(3), 7
@@ -282,3 +282,52 @@ def test_states_are_taken_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
             generators.pause()
     assert len(held) >= 8
     assert all(held)
+
+
+# ---- a function that turns out to meet others begins anew
+
+MEETS: dict[str, Callable[[Draw, Any], Any]] = {
+    "dp_apply": lambda fn, executor: fdp.dp_apply(anew(lambda _, x: fn(x)), None, X, SLOTS, executor=executor),
+    "shard_map": lambda fn, executor: fdp.shard_map(fn, devices=SLOTS, executor=executor)(X),
+    "grad": lambda fn, executor: fdp.grad(anew(lambda w, x: fn(w * x).sum()), devices=SLOTS, executor=executor)(W, X),
+    "inside a transform": lambda fn, executor: torch.func.vmap(
+        fdp.shard_map(fn, devices=SLOTS, executor=executor), randomness="different"
+    )(torch.stack([X, X])),
+    "inside another": lambda fn, executor: fdp.shard_map(
+        lambda x: F.dropout(x) + fdp.shard_map(fn, devices=SLOTS, executor=executor)(x), devices=SLOTS[:2]
+    )(X),
+}
+
+
+@pytest.mark.parametrize("call", MEETS.values(), ids=MEETS)
+def test_the_first_call_draws_what_later_ones_draw(call: Callable[[Draw, Any], Any]):
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(x) - fdp.psum(x.sum())
+
+    fn = anew(fn)
+    results, states = [], []
+    for _ in range(3):
+        torch.manual_seed(SEED)
+        results.append(call(fn, "sequential"))
+        states.append(torch.get_rng_state())
+    assert_same_tree(results[1:], results[:1] * 2)
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], torch.manual_seed(SEED).get_state())  # the next call draws something else
+
+
+@each_executor
+@pytest.mark.parametrize("name", [name for name in MEETS if name != "inside another"])
+def test_a_first_run_leaves_no_trace(name: str, executor: Any):
+    """What is drawn before the first collective, by a run that is given up."""
+    runs = []
+
+    def fn(x: Tensor) -> Tensor:
+        if not runs:
+            runs.append(F.dropout(x))
+        return x - fdp.psum(x.sum())
+
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    MEETS[name](anew(fn), executor)
+    assert runs
+    assert torch.equal(torch.get_rng_state(), before)

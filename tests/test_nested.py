@@ -1,0 +1,426 @@
+"""Calls inside of calls, with collectives of each axis: right numbers, or an error at once."""
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fdp
+from tests.helpers import anew, many_cores, within
+
+LIMIT = 30.0
+TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
+X = torch.arange(12.0, dtype=torch.float64) / 10
+each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
+
+
+@pytest.fixture(autouse=True)
+def enough_cores() -> Iterator[None]:
+    with many_cores():
+        yield
+
+
+def limited(call: Callable[[], Any]) -> Any:
+    return within(LIMIT, call)
+
+
+def inner(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return fdp.shard_map(fn, devices=TWO, axis_name="inner", **options)
+
+
+def outer(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return fdp.shard_map(fn, devices=THREE, **options)
+
+
+def applied(fn: Any, w: Any, x: Tensor, devices: Any, out_dims: Any = 0, **options: Any) -> Tensor:
+    """`parallel_apply` as if it were `dp_apply`."""
+    found = fdp.parallel_apply(fn, w, fdp.scatter(x, devices), **options)
+    assert isinstance(found, fdp.Sharded)
+    return fdp.gather(found, out_dims)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * fdp.psum(x.sum(), "inner")
+
+
+# ---------------------------------------------------------------- the axes of each collective
+
+
+class Case(NamedTuple):
+    """Kinds of calls from the outside in; axes that the innermost function and those around it use."""
+
+    kinds: tuple[str, ...]
+    used: tuple[int, ...]
+    between: tuple[int, ...]
+    executors: tuple[Any, ...]
+    counts: tuple[int, ...]
+
+
+MAPS, GRADIENTS = ("dp_apply", "shard_map", "parallel_apply"), ("grad", "value_and_grad")
+
+
+Mapped = Callable[[Tensor, Tensor], Tensor]
+
+
+def mapped(kind: str, fn: Mapped, devices: Sequence[torch.device], options: Any) -> Mapped:
+    if kind == "dp_apply":
+        return lambda w, x: fdp.dp_apply(fn, w, x, devices, **options)
+    if kind == "shard_map":
+        return fdp.shard_map(fn, devices=devices, in_dims=(None, 0), **options)
+    if kind == "parallel_apply":
+        return lambda w, x: applied(fn, w, x, devices, **options)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return fn(w, x).mean()
+
+    if kind == "grad":
+        return lambda w, x: fdp.grad(loss, devices=devices, **options)(w, x) * x
+    found = fdp.value_and_grad(loss, devices=devices, **options)
+    return lambda w, x: functools.reduce(torch.mul, found(w, x)) * x
+
+
+def build(case: Case) -> Mapped:
+    def leaf(w: Tensor, x: Tensor) -> Tensor:
+        h = w * x
+        for axis in case.used:
+            h = h + fdp.psum(h.sum(), f"axis {axis}") * 0.1 * h
+        return torch.tanh(h)
+
+    fn: Mapped = anew(leaf)
+    for axis in reversed(range(len(case.kinds))):
+        options = {"executor": case.executors[axis], "axis_name": f"axis {axis}"}
+        fn = mapped(case.kinds[axis], fn, fdp.virtual_devices(case.counts[axis]), options)
+        if axis:
+
+            def around(w: Tensor, x: Tensor, inside: Mapped = fn, axis: int = axis - 1) -> Tensor:
+                y = inside(w, x)
+                return y + fdp.pmean(y.sum(), f"axis {axis}") if axis in case.between else y
+
+            fn = anew(around)
+    return fn
+
+
+def expected(case: Case, w: Tensor, x: Tensor) -> Tensor:
+    """All slots of all axes as dimensions of one tensor; a gradient inside is that of the sum over all slots."""
+    x = x.reshape(*case.counts, -1)
+    takes_gradient = case.kinds[-1] in GRADIENTS
+    own = w.expand(*case.counts[:-1], 1, 1).clone() if takes_gradient else w
+    h = own * x
+    for axis in case.used:
+        h = h + h.sum((axis, -1), keepdim=True) * 0.1 * h
+    y = torch.tanh(h)
+    if takes_gradient:
+        loss = y.mean((-1, -2), keepdim=True)
+        (grad,) = torch.autograd.grad(loss.sum(), own, create_graph=True)
+        y = grad * x * (loss if case.kinds[-1] == "value_and_grad" else 1)
+    for axis in reversed(case.between):
+        y = y + y.sum(tuple(range(axis + 1, y.ndim)), keepdim=True).mean(axis, keepdim=True)
+    return y.reshape(-1)
+
+
+def cases(levels: int, count: int) -> list[Case]:
+    """Every kind of call, then some of the combinations."""
+    chosen = random.Random(levels)
+    kinds = list(itertools.product(*[MAPS] * (levels - 1), MAPS + GRADIENTS))
+    found = []
+    for some in itertools.islice(itertools.cycle(chosen.sample(kinds, len(kinds))), count):
+        used = tuple(sorted(chosen.sample(range(levels), chosen.randint(1, levels))))
+        between = tuple(i for i in range(levels - 1) if chosen.random() < 0.4)
+        executors = tuple(chosen.choice(("sequential", "threads", "auto")) for _ in range(levels))
+        found.append(Case(some, used, between, executors, tuple(chosen.choice((2, 3)) for _ in range(levels))))
+    return found
+
+
+@pytest.mark.parametrize("case", [*cases(2, 15), *cases(3, 10)], ids=lambda case: "-".join(case.kinds))
+def test_a_collective_belongs_to_its_own_axis(case: Case):
+    """In calls that are new, and in those that are known; the gradient from outside too."""
+    x = torch.rand(2 * torch.Size(case.counts).numel(), dtype=torch.float64).requires_grad_()
+    w = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def results(fn: Mapped) -> tuple[Tensor, ...]:
+        y = fn(w, x)
+        return (y.detach(), *torch.autograd.grad(y.sin().sum(), (w, x)))
+
+    fn = build(case)
+    want = results(functools.partial(expected, case))
+    for _ in range(2):
+        torch.testing.assert_close(limited(lambda: results(fn)), want)
+
+
+def test_a_call_inside_that_is_known_when_some_slots_have_begun_it():
+    """All slots run it as often as the others do, whoever finds out that its slots meet."""
+    begun, over = threading.Event(), threading.Event()
+
+    def leaf(x: Tensor) -> Tensor:
+        if fdp.axis_index() == 1:
+            begun.set()
+        return x + fdp.psum(x.sum(), "middle") + fdp.psum(x.sum(), "inner")
+
+    def middle(x: Tensor) -> Tensor:
+        if (fdp.axis_index(), fdp.axis_index("middle")) == (1, 1):
+            over.wait(LIMIT)  # until the slots of the other call have met
+        return inner(leaf, executor="threads")(x)
+
+    def fn(x: Tensor) -> Tensor:
+        fdp.psum(0)  # both have begun
+        if fdp.axis_index() == 0:
+            begun.wait(LIMIT)  # until one of the other call has begun
+        found = fdp.shard_map(middle, devices=TWO, axis_name="middle", executor="threads")(x)
+        over.set()
+        return found
+
+    found = limited(lambda: fdp.shard_map(fn, devices=TWO, executor="threads")(X[:8]))
+    x = X[:8].reshape(2, 2, 2, 1)
+    torch.testing.assert_close(found, (x + x.sum((1, 3), keepdim=True) + x.sum((2, 3), keepdim=True)).reshape(-1))
+
+
+def test_a_function_that_catches_everything_around_a_call_inside():
+    def fn(x: Tensor) -> Tensor:
+        try:
+            return inner(lambda x: x + fdp.psum(x.sum()))(x)
+        except BaseException:
+            return x
+
+    with pytest.raises(RuntimeError, match=r"^psum: the function catches what is no Exception"):
+        limited(lambda: outer(fn)(X))
+
+
+# ---------------------------------------------------------------- what only one thread may have
+
+
+STATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+    "get_rng_state": lambda x: (torch.get_rng_state(), x.sin())[1],
+    "manual_seed": lambda x: (torch.manual_seed(3), x.sin())[1],
+}
+
+
+@each_executor
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_generators_between_collectives_inside(name: str, safe: bool, executor: Any):
+    def leaf(x: Tensor) -> Tensor:
+        x = STATES[name](x * fdp.psum(x.sum(), "inner"))
+        return x * fdp.psum(x.sum(), "inner") + fdp.psum(x.sum())
+
+    def fn(x: Tensor) -> Tensor:
+        return inner(leaf)(x)
+
+    x = X.clone().requires_grad_()
+    with torch.random.fork_rng():
+        found = limited(lambda: outer(fdp.thread_safe(fn) if safe else fn, executor=executor)(x))
+        (grad,) = limited(lambda: torch.autograd.grad(found.sin().sum(), x))
+    parts = x.reshape(3, 2, 2)
+    h = (parts * parts.sum(2, keepdim=True).sum(1, keepdim=True)).sin()
+    want = (h * h.sum((1, 2), keepdim=True) + h.sum(2, keepdim=True).sum(0, keepdim=True)).reshape(-1)
+    torch.testing.assert_close((found, grad), (want, *torch.autograd.grad(want.sin().sum(), x)))
+
+
+def noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x) + 0 * fdp.psum(x.sum(), "inner")
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in a call": lambda x: inner(noise)(x),
+    "in a call with a seed": lambda x: inner(noise, seed=1)(x),
+    "in slot 0": lambda x: applied(lambda _, x: noise(x), None, x, TWO, axis_name="inner"),
+    "around a collective": lambda x: inner(lambda x: torch.rand_like(x) + 0 * fdp.psum(x.sum()), seed=1)(x),
+    "before a collective": lambda x: torch.rand_like(x) + 0 * inner(scaled)(x),
+}
+
+
+@each_executor
+@pytest.mark.parametrize("meets", [True, False])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_seed_outside_is_that_of_the_draws_inside(name: str, meets: bool, executor: Any):
+    """The first call draws as the later ones do, and the generator of the caller stays where it is."""
+
+    def fn(x: Tensor) -> Tensor:
+        return DRAWS[name](x) + (0 * fdp.psum(x.sum()) if meets else 0)
+
+    call, before = outer(anew(fn), executor=executor, seed=0), torch.get_rng_state()
+    first, second = limited(lambda: (call(X), call(X)))
+    assert torch.equal(first, second)
+    assert len(first.unique()) >= 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@each_executor
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("meets", [True, False])
+def test_forward_mode_around_a_call_inside(meets: bool, seed: int | None, executor: Any):
+    def fn(x: Tensor) -> Tensor:
+        found = torch.func.jvp(inner(scaled, seed=seed), (x,), (torch.ones_like(x),))[1]
+        return found + (0 * fdp.psum(x.sum()) if meets else 0)
+
+    sums = X.reshape(3, 4).sum(1, keepdim=True)
+    for function in (fn, fdp.thread_safe(fn)):
+        found = limited(lambda function=function: outer(function, executor=executor)(X))
+        torch.testing.assert_close(found, (sums + 4 * X.reshape(3, 4)).reshape(-1))
+
+
+@each_executor
+def test_a_collective_of_the_outer_axis_in_forward_mode_around_a_call_inside(executor: Any):
+    def fn(x: Tensor) -> Tensor:
+        return torch.func.jvp(inner(lambda x: x * fdp.psum(x.sum())), (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(RuntimeError, match="psum: inside forward-mode differentiation"):
+        limited(lambda: outer(fn, executor=executor)(X))
+
+
+class Hooked(nn.Module):
+    """A module that must be called in place, since its hook leads back to it."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.factor, self.between = nn.Parameter(torch.tensor(2.0, dtype=torch.float64)), between
+        self.register_forward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        self.seen = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(x * self.factor)
+
+
+@each_executor
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool, executor: Any):
+    module = Hooked(STATES["get_rng_state"])
+
+    def fn(x: Tensor) -> Tensor:
+        y = fdp.functional_call(module, dict(module.named_parameters()), x)
+        return y + (0 * fdp.psum(x.sum()) if meets else 0)
+
+    for _ in range(3):
+        found = limited(lambda: outer(fdp.thread_safe(fn), executor=executor)(X))
+        torch.testing.assert_close(found, (2 * X).sin())
+
+
+@each_executor
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_known_call_in_a_module_that_is_called_in_place(seed: int | None, executor: Any):
+    limited(lambda: inner(scaled)(X))  # known to meet
+    module = Hooked(inner(scaled))
+
+    def fn(x: Tensor) -> Tensor:
+        return fdp.functional_call(module, dict(module.named_parameters()), x)
+
+    with pytest.raises(RuntimeError, match="psum: in a module that is called in place"):
+        limited(lambda: outer(fn, executor=executor, seed=seed)(X))
+
+
+@each_executor
+def test_a_thread_of_the_users_calls_inside(executor: Any):
+    def fn(x: Tensor) -> Tensor:
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append(inner(scaled)(x))
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+        thread.start()
+        thread.join()
+        fdp.psum(x.sum())
+        if isinstance(found[0], RuntimeError):
+            raise found[0]
+        return found[0]
+
+    sums = X.reshape(3, 4).sum(1, keepdim=True)
+    if executor == "threads":
+        torch.testing.assert_close(
+            limited(lambda: outer(fdp.thread_safe(fn), executor=executor)(X)), (X.reshape(3, 4) * sums).reshape(-1)
+        )
+        return
+    with pytest.raises(RuntimeError, match="in a thread that a slot has started"):
+        limited(lambda: outer(fn, executor=executor)(X))
+
+
+# ---------------------------------------------------------------- nobody waits for ever
+
+
+def crossed(names: Sequence[str], x: Tensor) -> Tensor:
+    """Half of the slots come to the axes in the other order."""
+    order = list(names)
+    if sum(map(fdp.axis_index, names)) % 2:
+        order.reverse()
+    for name in order:
+        x = fdp.psum(x.sum(), name)
+    return x
+
+
+NESTINGS: dict[str, Callable[[Callable[[Tensor], Tensor], str, Any], Callable[[Tensor], Tensor]]] = {
+    "shard_map": lambda fn, name, executor: fdp.shard_map(
+        fn, devices=TWO, axis_name=name, out_dims="sum", executor=executor
+    ),
+    "parallel_apply": lambda fn, name, executor: (
+        lambda x: applied(lambda _, x: fn(x), None, x, TWO, "sum", axis_name=name, executor=executor)
+    ),
+}
+
+
+def crossing(kind: str, names: Sequence[str], executor: Any) -> Callable[[Tensor], Tensor]:
+    fn: Callable[[Tensor], Tensor] = functools.partial(crossed, names)
+    for name in reversed(names):
+        fn = NESTINGS[kind](fn, name, executor)
+    return fn
+
+
+@each_executor
+@pytest.mark.parametrize("kind", NESTINGS)
+@pytest.mark.parametrize("names", [["data", "inner"], ["data", "middle", "inner"]], ids=len)
+def test_axes_in_different_orders(names: list[str], kind: str, executor: Any):
+    """The error says in which collectives of which axes the slots wait."""
+    for _ in range(2):  # new, and known
+        with pytest.raises(RuntimeError, match="waits in vain") as caught:
+            limited(lambda: crossing(kind, names, executor)(torch.arange(8.0)))
+        assert f"psum over '{names[0]}'" in str(caught.value)
+        assert f"psum over '{names[-1]}'" in str(caught.value)
+
+
+@each_executor
+def test_a_slot_inside_that_waits_for_one_that_has_ended(executor: Any):
+    def fn(x: Tensor) -> Tensor:
+        if fdp.axis_index():
+            return x
+        return inner(lambda x: x + fdp.psum(x.sum()) + fdp.psum(x.sum(), "inner"))(x)
+
+    with pytest.raises(RuntimeError, match=r"psum over 'data' in shard 0 waits in vain: .*shard . has returned"):
+        limited(lambda: outer(fn, executor=executor)(X))
+
+
+def test_one_that_is_stuck_beside_others_that_run():
+    """Each caller is told of its own, and nobody of another's."""
+    over = threading.Event()
+
+    def busy(x: Tensor) -> Tensor:
+        y = fdp.psum(x.sum())
+        over.wait(LIMIT)
+        return x + y + inner(lambda x: fdp.psum(x.sum(), "inner"), out_dims="sum")(x)
+
+    found: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        others = [threading.Thread(target=lambda: found.append(outer(busy, executor="threads")(X))) for _ in range(2)]
+        for other in others:
+            other.start()
+            stack.callback(other.join)
+        stack.callback(over.set)
+        for executor in ("sequential", "threads"):
+            with pytest.raises(RuntimeError, match="waits in vain"):
+                limited(lambda executor=executor: crossing("shard_map", ["data", "inner"], executor)(torch.arange(8.0)))
+        assert not found
+    sums = X.reshape(3, 4).sum(1, keepdim=True)
+    want = (X.reshape(3, 4) + X.sum() + 2 * sums).reshape(-1)
+    torch.testing.assert_close(found, [want, want])

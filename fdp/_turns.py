@@ -112,7 +112,7 @@ class Member:
     def alone(self) -> None:
         """Go on when nobody else runs, and until the turn ends."""
         if not self.belongings:  # else it is
-            self.turns.alone(self)
+            shielded(partial(self.turns.alone, self))
 
     @contextlib.contextmanager
     def owning(self, belongings: Belongings) -> Iterator[None]:
@@ -207,14 +207,7 @@ class Turns:
             member.is_away = False
             self._queue(member)
             self._next()
-        try:
-            member.gate.acquire()
-        except BaseException:  # an interrupt
-            with self._lock:
-                self._take_back(member)
-                self._running -= 1
-                self._next()
-            raise
+        member.gate.acquire()
 
     def alone(self, member: Member) -> None:
         """Go on when nobody else runs, and until the turn ends."""
@@ -224,12 +217,7 @@ class Turns:
             self._running -= 1
             self._solo.append(member)
             self._next()
-        try:
-            member.gate.acquire()
-        except BaseException:
-            with self._lock:
-                self._take_back(member)
-            raise
+        member.gate.acquire()
 
     def leave(self, member: Member) -> None:
         """End the last turn."""
@@ -266,23 +254,7 @@ class Turns:
             else:
                 self._waiting.append((member, wait))
             self._next()
-        try:
-            self._await(member, wait)
-        except BaseException:  # an interrupt: the thread goes on as if it had its turn
-            with self._lock:
-                self._take_back(member)
-            raise
-
-    def _take_back(self, member: Member) -> None:
-        """Give a turn to a member that waits no more, whatever it waited for."""
-        before = len(self._ready) + len(self._waiting) + len(self._solo)
-        self._ready = deque(other for other in self._ready if other is not member)
-        self._solo = deque(other for other in self._solo if other is not member)
-        self._waiting = [(other, wait) for other, wait in self._waiting if other is not member]
-        if len(self._ready) + len(self._waiting) + len(self._solo) < before:
-            self._running += 1
-        else:  # it had been given one
-            member.gate.acquire(blocking=False)
+        self._await(member, wait)
 
     def _await(self, member: Member, wait: Wait) -> None:
         deadline = time.monotonic() + PATIENCE

@@ -35,8 +35,11 @@ def start(
 
     def serve() -> None:
         member = Member(turns, own, parent)
-        with member.running():
+        member.begin()
+        try:
             work(member)
+        finally:
+            member.end()
 
     turns.expect(1, parent)
     thread = threading.Thread(target=serve, daemon=True)
@@ -75,9 +78,10 @@ def test_one_that_waits_for_its_children_keeps_nobody_waiting(limit: int, levels
             told.append(wait(member))
             return
         children = [start(turns, lambda child: work(child, level + 1), member) for _ in range(2)]
-        with member.suspended():
-            for child in children:
-                child.join()
+        member.suspend()
+        for child in children:
+            child.join()
+        member.begin()
 
     turns.expect(1)
     threads = [start(turns, work) for _ in range(2)]
@@ -100,9 +104,10 @@ def test_one_whose_children_have_ended_is_waited_for(early: bool):
         child = start(turns, lambda _: ended.append("child"), member)
         if early:
             child.join()
-        with member.suspended():
-            child.join()
-            time.sleep(0.05)  # nobody runs, and nobody is told
+        member.suspend()
+        child.join()
+        time.sleep(0.05)  # nobody runs, and nobody is told
+        member.begin()
         ended.append("parent")
         turns.resolve([found])
 

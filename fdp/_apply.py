@@ -8,7 +8,17 @@ import torch
 
 from fdp._across import Across
 from fdp._beginnings import begins
-from fdp._call import Arg, Options, Shard, call_shard, check_function, keyword_args, positional_args, prepare
+from fdp._call import (
+    Arg,
+    Options,
+    Shard,
+    call_shard,
+    check_function,
+    check_several,
+    keyword_args,
+    positional_args,
+    prepare,
+)
 from fdp._devices import as_device, as_devices
 from fdp._executors import Mode, check_options, run_all, slots_of
 from fdp._join import join
@@ -53,7 +63,8 @@ def dp_apply(
         fn: Called as `fn(params, inputs, **kwargs)` on each slot, `fn(params, *inputs, **kwargs)` if `inputs` is a
             tuple. It must not write to its arguments.
         params: Any tree, whole on every slot; a `Replicated` is used as it is.
-        inputs: Any tree; a tuple means several arguments. A `Sharded` is used as it is.
+        inputs: Any tree; a tuple means several arguments. A list is one: of a loader's `[x, y]` make `tuple(batch)`. A
+            `Sharded` is used as it is; `sharded.unzip()` makes several of one that holds tuples or lists.
         devices: One device a slot: None (all accelerators, else the CPU; inside a mapped function its own device), a
             device or a sequence of them, in which an int is an accelerator and repeats are slots.
         kwargs: Keyword inputs, split like the others.
@@ -196,6 +207,7 @@ def _on_slots(
     check_function(fn, where)
     check_options(executor, seed, where)
     keywords = keyword_args(kwargs, None, where)
+    check_several(fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], keywords, where)
     named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
     held = {name: arg for name, arg in named.items() if isinstance(arg, Slots)}
     slots = _state_slots(held, devices)
@@ -224,6 +236,7 @@ def _map_shards(
 ) -> Tree:
     """Plan, place, run, join."""
     where = options.where
+    check_several(fn, args, kwargs, where)
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)

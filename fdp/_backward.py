@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fdp._call import Shard
+from fdp._call import Shard, call_shard
 from fdp._guards import is_forward_mode
 from fdp._reach import meet_only
 from fdp._returned import noting
@@ -219,11 +219,11 @@ def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
 
 
 def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
-    args = _args(problem, shard, trees)
+    shard = Shard(tuple(_args(problem, shard, trees)), shard.kwargs)
     if not problem.has_aux or torch.compiler.is_compiling():
-        return _checked(problem, problem.fn(*args, **shard.kwargs))
+        return _checked(problem, call_shard(problem.fn, shard))
     with noting() as returned:
-        out = _checked(problem, problem.fn(*args, **shard.kwargs))
+        out = _checked(problem, call_shard(problem.fn, shard))
     if not returned:
         return out
     leaves = enumerate(flatten(out.aux, "aux", where=problem.where).leaves)

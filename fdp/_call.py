@@ -1,6 +1,7 @@
 """A call that is mapped over slots: its arguments, named for messages, then split and moved."""
 
 import contextlib
+import inspect
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +55,16 @@ class Shard(NamedTuple):
 
 def call_shard(fn: Function, shard: Shard) -> Any:
     """Call a function with a shard."""
-    return fn(*shard.args, **shard.kwargs)
+    try:
+        return fn(*shard.args, **shard.kwargs)
+    except (TypeError, AttributeError) as error:
+        lists = [i for i, arg in enumerate(shard.args) if type(arg) is list]
+        if lists and ("argument" in str(error) or "list" in str(error)):
+            error.add_note(
+                f"argument {lists[0]} of the function is a list, as it was passed. For its elements as arguments of "
+                "their own pass tuple(batch) to dp_apply, *batch to others"
+            )
+        raise
 
 
 class Call(NamedTuple):
@@ -218,6 +228,55 @@ def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str
     if unknown := [name for name in each if name not in kwargs]:
         raise ValueError(f"{where}: kwarg_dims names {unknown}, but the keyword arguments are {list(kwargs)}")
     return {k: Arg(f"kwargs[{k!r}]", value, each.get(k, 0), "kwarg_dims") for k, value in kwargs.items()}
+
+
+def check_several(fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
+    held = [(i, _elements(arg.tree)) for i, arg in enumerate(args)]
+    several = [(i, elements) for i, elements in held if elements is not None and len(elements) != 1]
+    if not several or torch.compiler.is_compiling():
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    names = [arg.name for arg in args]
+    if _binds(signature, names, kwargs):
+        return
+    for i, elements in several:
+        if _binds(signature, [*names[:i], *elements, *names[i + 1 :]], kwargs):
+            raise TypeError(
+                f"{where}: {names[i]} is one argument, {_said_of(args[i].tree, len(elements))}, and the function takes "
+                f"{signature}. Pass {_way_out(args[i])}"
+            )
+
+
+def _said_of(tree: Tree, count: int) -> str:
+    if isinstance(tree, Slots):
+        return f"a {type(tree).__name__} of {type(tree.shards[0]).__name__}s of {count}"
+    return f"a {type(tree).__name__} of {count}"
+
+
+def _way_out(arg: Arg) -> str:
+    """How to pass the parts of an argument: the inputs of `dp_apply` are several if they are a tuple."""
+    unzipped = ".unzip()" if isinstance(arg.tree, Slots) else ""
+    if arg.name != "inputs":
+        return f"*batch{unzipped}"
+    return "inputs.unzip()" if unzipped else "tuple(inputs)"
+
+
+def _elements(tree: Tree) -> Sequence[Tree] | None:
+    """Those of a list or tuple, also if each slot has one."""
+    tree = tree.shards[0] if isinstance(tree, Slots) else tree
+    return tree if type(tree) in (list, tuple) else None
+
+
+def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def check_function(fn: Any, where: str) -> None:

@@ -13,7 +13,7 @@ from fdp._accumulate import Gradients, check_differentiable
 from fdp._aux import check_means
 from fdp._backward import Out, Problem, Result, count_of, forward, is_tracking, joint, needs_transform, transformed
 from fdp._beginnings import begins
-from fdp._call import Call, Options, Shard, check_function, keyword_args, positional_args, prepare
+from fdp._call import Arg, Call, Options, Shard, check_function, check_several, keyword_args, positional_args, prepare
 from fdp._context import Slot
 from fdp._devices import as_device
 from fdp._dims import pieces
@@ -101,6 +101,7 @@ class Differentiation:
         target = None if self.output_device is None else as_device(self.output_device, where)
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
         seed, axis_name = self.seed, self.axis_name
+        check_several(self.fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], kwargs, where)
         call = prepare(
             positional_args(args, in_dims, "args", where),
             keyword_args(kwargs, self.kwarg_dims, where),

@@ -52,7 +52,7 @@ def prefetch(
         size: How many batches are held ahead, at least 1. Each takes its memory on the devices.
 
     Returns:
-        A generator of the batches in order, each a `Sharded`.
+        A generator of the batches in order, each a `Sharded`; `sharded.unzip()` takes pairs `(x, y)` apart.
 
     Raises:
         TypeError: Not iterable.

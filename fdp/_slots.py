@@ -78,15 +78,15 @@ class Slots(Located):
         return self.picture()._repr_html_()
 
     def unzip(self) -> tuple[Self, ...]:
-        """Tuples in every slot, turned into a tuple with one of these for each position."""
-        lengths = {len(shard) if type(shard) is tuple else None for shard in self.shards}
-        if len(lengths) != 1 or None in lengths:
-            kinds = [
-                f"tuple of {len(shard)}" if type(shard) is tuple else type(shard).__name__ for shard in self.shards
-            ]
-            raise TypeError(f"unzip: every slot must hold a tuple of the same length, got {kinds}")
+        """Tuples or lists in every slot, turned into a tuple with one of these for each position."""
+        if self.dims == "items":
+            raise TypeError("unzip: the lists in the slots are rows, split by 'items'")
+        kinds = [_kind(shard) for shard in self.shards]
+        if len(set(kinds)) != 1 or type(self.shards[0]) not in (tuple, list):
+            raise TypeError(f"unzip: every slot must hold a tuple, or a list, of the same length, got {kinds}")
         columns = list(zip(*self.shards, strict=True))
-        dims = self.dims if type(self.dims) is tuple else (self.dims,) * len(columns)
+        given: Any = self.dims
+        dims = given if type(given) in (tuple, list) else (given,) * len(columns)
         return tuple(dataclasses.replace(self, shards=c, dims=d) for c, d in zip(columns, dims, strict=True))
 
 
@@ -145,6 +145,10 @@ class Replicated(Slots):
 
 register_leaf(Sharded)
 register_leaf(Replicated)
+
+
+def _kind(tree: Any) -> str:
+    return f"{type(tree).__name__} of {len(tree)}" if type(tree) in (tuple, list) else type(tree).__name__
 
 
 def _summary(tree: Any, depth: int = 0) -> str:

@@ -63,11 +63,10 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_ten_of_many_leaves_are_named(name: str):
     kind, fail = FAILURES[name]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=r"[,;] (3,990|7,990) more") as caught:
         fail()
     message = str(caught.value)
     assert len(re.findall(r"leaf\d+", message)) in (10, 20), message  # twice, where it also says what is inside
-    assert re.search(r", |; (3,990|7,990) more", message)
     assert len(message) < 3000
 
 

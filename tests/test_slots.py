@@ -181,9 +181,17 @@ def test_unzip(make: Any):
     assert none.shards == (None, None)
 
 
-def test_parts_of_what_was_scattered_keep_their_rows():
-    x, y = fdp.scatter((X, X[:, 0]), SLOTS).unzip()
-    assert x.sizes == y.sizes == (2, 1)
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_parts_of_what_was_scattered_keep_their_rows(kind: Any):
+    x, y = fdp.scatter(kind((X, X[:, 0])), SLOTS, kind((1, None)), weights=[1, 1]).unzip()
+    assert x.sizes == y.sizes == (1, 1)
+    assert (x.dims, y.dims) == (1, None)
+    assert_same_tree(fdp.gather(x), X)
+
+
+def test_unzip_of_lists_of_rows():
+    with pytest.raises(TypeError, match="unzip: the lists in the slots are rows, split by 'items'"):
+        fdp.scatter(["a", "b"], SLOTS, "items").unzip()
 
 
 def test_unzip_of_empty_tuples():
@@ -193,14 +201,16 @@ def test_unzip_of_empty_tuples():
 @pytest.mark.parametrize(
     ("shards", "kinds"),
     [
-        (([X], [X]), r"\['list', 'list'\]"),
+        (([X], (X,)), r"\['list of 1', 'tuple of 1'\]"),
         (((X,), (X, X)), r"\['tuple of 1', 'tuple of 2'\]"),
         (((X,), X), r"\['tuple of 1', 'Tensor'\]"),
         (({"a": X}, {"a": X}), r"\['dict', 'dict'\]"),
     ],
 )
 def test_unzip_of_other_than_equal_tuples(shards: Any, kinds: str):
-    with pytest.raises(TypeError, match=rf"unzip: every slot must hold a tuple of the same length, got {kinds}"):
+    with pytest.raises(
+        TypeError, match=rf"unzip: every slot must hold a tuple, or a list, of the same length, got {kinds}"
+    ):
         fdp.Sharded(shards, SLOTS).unzip()
 
 

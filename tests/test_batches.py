@@ -1,0 +1,129 @@
+"""Batches of `(x, y)` as a loader makes them, which are lists: what to write, and what the messages say."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import fdp
+from tests.helpers import assert_close_tree, numbers
+
+SLOTS = fdp.virtual_devices(2)
+W, X, Y = numbers(3), numbers(7, 3), numbers(7)
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
+
+
+def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return ((x @ w - y) ** 2).mean()
+
+
+def of_pair(w: Tensor, batch: Any) -> Tensor:
+    x, y = batch
+    return loss(w, x, y)
+
+
+def residual(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return x @ w - y
+
+
+def test_a_loader_of_pairs():
+    """Every way to pass them has the numbers of one device."""
+    step, pair = fdp.value_and_grad(loss, devices=SLOTS), fdp.value_and_grad(of_pair, devices=SLOTS)
+    with fdp.distributed.init(devices=SLOTS) as mesh:
+        ahead = zip(LOADER, fdp.prefetch(LOADER, SLOTS), fdp.prefetch(map(mesh.local, LOADER), mesh), strict=True)
+        for batch, sharded, on_mesh in ahead:
+            assert type(batch) is list
+            want = torch.func.grad_and_value(loss)(W, *batch)[::-1]
+            assert_close_tree(step(W, *batch), want)
+            assert_close_tree(step(W, *sharded.unzip()), want)
+            assert_close_tree(fdp.value_and_grad(loss, devices=mesh)(W, *on_mesh.unzip()), want)
+            assert_close_tree(fdp.value_and_grad(loss, devices=mesh)(W, *mesh.local(batch)), want)
+            assert_close_tree(pair(W, batch), want)
+            assert_close_tree(pair(W, sharded), want)
+            for inputs in (tuple(batch), sharded.unzip()):
+                assert_close_tree(fdp.dp_apply(residual, W, inputs, SLOTS), residual(W, *batch))
+
+
+BATCH = [X, Y]
+SHARDED = fdp.scatter(BATCH, SLOTS)
+ONE_FOR_SEVERAL: dict[str, tuple[Callable[[], Any], str]] = {
+    "dp_apply": (
+        lambda: fdp.dp_apply(residual, W, BATCH, SLOTS),
+        r"dp_apply: inputs is one argument, a list of 2, and the function takes \(w: .*\. Pass tuple\(inputs\)$",
+    ),
+    "dp_apply-sharded": (
+        lambda: fdp.dp_apply(residual, W, SHARDED),
+        r"dp_apply: inputs is one argument, a Sharded of lists of 2, .*\. Pass inputs\.unzip\(\)$",
+    ),
+    "dp_apply-partial": (
+        lambda: fdp.dp_apply(functools.partial(residual), W, BATCH, SLOTS),
+        r"dp_apply: inputs is one argument, a list of 2, .*\. Pass tuple\(inputs\)$",
+    ),
+    "shard_map": (
+        lambda: fdp.shard_map(residual, devices=SLOTS, in_dims=(None, 0))(W, BATCH),
+        r"shard_map: args\[1\] is one argument, a list of 2, .*\. Pass \*batch$",
+    ),
+    "gradient": (
+        lambda: fdp.value_and_grad(loss, devices=SLOTS)(W, BATCH),
+        r"value_and_grad: args\[1\] is one argument, a list of 2, .*\. Pass \*batch$",
+    ),
+    "gradient-tuple": (
+        lambda: fdp.grad(loss, devices=SLOTS)(W, tuple(BATCH)),
+        r"grad: args\[1\] is one argument, a tuple of 2, .*\. Pass \*batch$",
+    ),
+    "gradient-sharded": (
+        lambda: fdp.grad(loss)(W, SHARDED),
+        r"grad: args\[1\] is one argument, a Sharded of lists of 2, .*\. Pass \*batch\.unzip\(\)$",
+    ),
+    "parallel_apply": (
+        lambda: fdp.parallel_apply(residual, fdp.replicate(W, SLOTS), SHARDED),
+        r"parallel_apply: args\[1\] is one argument, a Sharded of lists of 2, .*\. Pass \*batch\.unzip\(\)$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FOR_SEVERAL)
+def test_one_list_for_several_arguments(name: str):
+    call, message = ONE_FOR_SEVERAL[name]
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+class Pairwise(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y[:, None]
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_functions_of_any_arguments_fail_with_a_note(executor: Any):
+    """What `functional` returns takes whatever the module does, so only the failure tells."""
+    apply, state = fdp.functional(Pairwise())
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'") as caught:
+        fdp.dp_apply(apply, state, BATCH, SLOTS, executor=executor)
+    assert any("argument 1 of the function is a list" in note for note in caught.value.__notes__)
+    assert_close_tree(fdp.dp_apply(apply, state, tuple(BATCH), SLOTS, executor=executor)[0], X * Y[:, None])
+    with pytest.raises(TypeError, match="'list' and 'Tensor'") as caught:
+        fdp.grad(lambda w, *x: (x[0] @ w).mean(), devices=SLOTS, executor=executor)(W, [X])
+    assert any("tuple(batch) to dp_apply, *batch to others" in note for note in caught.value.__notes__)
+
+
+def test_a_function_that_takes_a_list_fails_without_a_note():
+    def fails(w: Tensor, batch: list[Tensor]) -> Tensor:
+        raise TypeError("something else")
+
+    with pytest.raises(TypeError, match="something else") as caught:
+        fdp.dp_apply(fails, W, BATCH, SLOTS)
+    assert not any("is a list" in note for note in caught.value.__notes__)
+
+
+def test_a_wrapper_that_takes_other_arguments_is_called():
+    @functools.wraps(loss)
+    def wrapped(w: Tensor, batch: Any) -> Tensor:
+        return loss(w, *batch)
+
+    want = torch.func.grad_and_value(loss)(W, X, Y)[::-1]
+    assert_close_tree(fdp.value_and_grad(wrapped, devices=SLOTS)(W, BATCH), want)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import numbers
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from fdp._known import (
 from fdp._state import is_carried, why_not_together
 from fdp._threads import run_side_by_side
 from fdp._together import Task, run_together
+from fdp._tree import map_tensors, tensors_in
 from fdp._typing import Executor, Function
 from fdp._untraced import leave_alone
 
@@ -156,7 +158,7 @@ def _run_apart(
     before = WANTED.set(wanted)
     try:
         if _may_use_threads(mode, len(tasks)):
-            failures = run_side_by_side(tasks, slots, mode.fn, take)
+            failures = run_side_by_side(_in_a_chain(tasks), slots, mode.fn, take)
         else:
             failures = _run_in_order(tasks, slots, mode.seed, take)
     except Together as need:
@@ -181,6 +183,27 @@ def _run_apart(
             "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
         )
     return None, failures
+
+
+def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks, in which each shard has an alias of its own of what several have, made of that of the one before.
+
+    So that a gradient is summed in the order of the shards. Else it would be in the order in which a backward comes to
+    them, and that depends on how much each thread has recorded before.
+    """
+    shared = [x for task in tasks for x in {id(x): x for x in tensors_in(task.tree) if x.requires_grad}.values()]
+    counts = Counter(map(id, shared))
+    if not torch.is_grad_enabled() or all(count == 1 for count in counts.values()):
+        return tasks
+    links = {id(x): x for x in shared if counts[id(x)] > 1}
+
+    def alias(own: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if id(x) in links and id(x) not in own:
+            links[id(x)] = links[id(x)].expand_as(x)
+            own[id(x)] = links[id(x)].expand_as(x)  # where its parts within a shard are summed
+        return own.get(id(x), x)
+
+    return [Task(task.run, map_tensors(functools.partial(alias, {}), task.tree)) for task in tasks]
 
 
 def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:

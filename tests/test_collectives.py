@@ -1149,7 +1149,7 @@ def test_a_reentrant_checkpoint_beside_a_collective(executor: Any):
         return checkpoint(lambda h: torch.tanh(h * w), x, use_reentrant=True) - fdp.pmean(x.mean())
 
     w, x = leaves()
-    out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), executor=executor)
+    out: Any = fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), executor=executor)
     with pytest.raises(RuntimeError, match=r"calls whose slots meet in collectives.*Pass use_reentrant=False"):
         out.sum().backward()
     out = fdp.parallel_apply(lambda w, x: checkpoint(torch.mul, x, w, use_reentrant=True), w, x, devices=("cpu",) * 2)

@@ -84,9 +84,9 @@ class Axis(NamedTuple):
 
 @final
 class Calls:
-    """How many calls a slot has made: a number that is the same in all slots, whatever they are inside of."""
+    """How many calls a slot has made, those that begin anew twice: a number that is the same in all slots."""
 
-    def __init__(self, path: tuple[int, ...]) -> None:
+    def __init__(self, path: tuple[int | None, ...]) -> None:
         self.path, self.count = path, 0
 
 
@@ -161,7 +161,7 @@ def run_in_slot(
     def enter() -> Any:
         _SLOT.set(slot)
         around = CALLS.get()
-        CALLS.set(Calls(() if around is None else (*around.path, around.count)))
+        CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
         AXES.set((*AXES.get(), Axis(slot, gang, WANTED.get([]))))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with (

@@ -18,6 +18,7 @@ from fdp._gang import Meets, Together, forget_restarts
 from fdp._generators import bookmark, seeded
 from fdp._guards import is_forward_mode
 from fdp._known import (
+    begin_anew,
     compilations,
     is_cold,
     is_marked,
@@ -123,6 +124,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
     if name is not None:
         if not mode.effects:
             remember_together(mode.fn)
+        begin_anew()
         if mode.stays_apart():
             raise Meets(name)
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)

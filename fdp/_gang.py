@@ -104,7 +104,7 @@ class Gang:
         if member.turns is not self.turns or firm() > member.firm:
             raise RuntimeError(
                 f"{what.name}: slots cannot wait for each other inside forward-mode differentiation (jvp, jacfwd, "
-                "hessian), nor in a module that is called in place. Call it outside of these"
+                "hessian), in a module that is called in place, or in a thread that the function has started"
             )
         if self.start is not None:
             self.start()

@@ -106,6 +106,13 @@ def remember_together(fn: Any) -> None:
     _TOGETHER.add(_key(fn))
 
 
+def begin_anew() -> None:
+    """What is called inside from here on is not what was called inside before."""
+    calls = CALLS.get()
+    if calls is not None:
+        calls.count += 1
+
+
 def runs_apart(fn: Any) -> bool:
     """Whether shards of `fn` have not met in a call on a mesh, nor elsewhere."""
     return len(_APART) > 0 and _key(fn) in _APART and not must_run_together(fn)

@@ -11,12 +11,14 @@ from torch.utils._device import _device_constructors
 
 from fdp.testing import _virtual_device as virtual
 from fdp.testing._virtual_kernels import register
+from fdp.testing._virtual_lazy import make_lazy_modules_work
+from fdp.testing._virtual_storage import load_to_virtual_devices
 
 _INSTALLING = threading.Lock()
 _kernels: list[torch.library.Library] = []
 
 
-def install_virtual_accelerator(count: int) -> None:
+def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
     """Give this process an accelerator with devices `virtual:0`, `virtual:1`, ..., which compute on the CPU.
 
     Code for several GPUs then runs without one, with real values: `torch.accelerator` finds the devices, tensors live
@@ -24,25 +26,32 @@ def install_virtual_accelerator(count: int) -> None:
     its own, and every thread its current device. An operation is done when it returns, and a backward runs in the
     thread that starts it: about speed, and about what happens in which order on a GPU, it says nothing.
 
-    It lasts until the process ends. For tests, let them have a process of their own::
+    It lasts until the process ends. For tests, let them have a process of their own.
 
-        import fdp, torch
-        from fdp.testing import install_virtual_accelerator
+    >>> import fdp, torch
+    >>> from fdp.testing import install_virtual_accelerator
+    >>> devices = install_virtual_accelerator(4)  # doctest: +SKIP
+    >>> fdp.available_devices() == devices  # doctest: +SKIP
+    True
+    >>> x = torch.arange(4.0, device=devices[1])  # doctest: +SKIP
+    >>> fdp.scatter(x, devices)  # doctest: +SKIP
+    Sharded(4 slots on virtual:0, virtual:1, virtual:2, virtual:3, rows 1+1+1+1: float32[1])
+    >>> x + x.to("virtual:2")  # doctest: +SKIP
+    Traceback (most recent call last):
+    RuntimeError: aten.add.Tensor: expected all tensors to be on the same device, but found virtual:1, virtual:2
 
-        install_virtual_accelerator(4)
-        x = torch.arange(4.0, device="virtual:1")
-        fdp.available_devices()         # virtual:0 to virtual:3
-        fdp.scatter(x, None).shards     # a row on each of them
-        x + x.to("virtual:2")           # RuntimeError: expected all tensors to be on the same device
-
-    What torch does not let a backend in Python have is missing: sparse and quantized tensors, `torch.Generator` for a
-    virtual device (generators of the CPU are taken), streams that run side by side, storage that can be looked at,
-    `torch.load` with `map_location="virtual"` (load to the CPU, then move), and `torch.compile`. Tied parameters come
-    apart in `Module.to`: tie them afterwards. What Python code raises in a backward, in a hook or in a recomputed
-    checkpoint, ends the process.
+    What torch does not let a backend in Python have is missing: sparse, nested and quantized tensors, `torch.Generator`
+    for a virtual device (generators of the CPU are taken), streams that run side by side, storage that can be looked
+    at, DLPack, factories with `pin_memory=True` (`x.pin_memory()` is a copy), functions as `map_location` of
+    `torch.load`, and `torch.compile`. `ctc_loss` takes lengths on the device only. Tied parameters come apart in
+    `Module.to`: tie them afterwards. In a backward, what a hook, a recomputed checkpoint or an operation on virtual
+    tensors raises ends the process; an `autograd.Function` may raise.
 
     Args:
         count: Number of devices, at least 1.
+
+    Returns:
+        The devices, as `available_devices` has them.
 
     Raises:
         ValueError: `count` is not a positive int.
@@ -55,7 +64,7 @@ def install_virtual_accelerator(count: int) -> None:
     with _INSTALLING:
         if _kernels:
             if count == virtual.device_count():
-                return
+                return _devices()
             raise RuntimeError(
                 f"{where}: installed with {virtual.device_count()} devices already, which a process cannot change; "
                 f"start another one for {count}"
@@ -70,7 +79,14 @@ def install_virtual_accelerator(count: int) -> None:
         backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
         _kernels.extend(register())
         _follow_current_device()
+        make_lazy_modules_work()
+        load_to_virtual_devices()
         _run_backward_in_calling_thread()
+    return _devices()
+
+
+def _devices() -> tuple[torch.device, ...]:
+    return tuple(torch.device(virtual.NAME, i) for i in range(virtual.device_count()))
 
 
 def _follow_current_device() -> None:

@@ -45,6 +45,8 @@ class VirtualTensor(torch.Tensor):
         name = func._schema.name
         if name == "aten::copy_":
             return copy_into(*args, **(kwargs or {}))
+        if name == "aten::_pack_padded_sequence" and isinstance(args[1], VirtualTensor):
+            raise RuntimeError(f"lengths of packed sequences are to be on the CPU, not on {args[1].device}")
         if name == "aten::_to_copy":
             return _to_copy(*args, **(kwargs or {}))
         if _is_composite(func):  # met in inference mode, where autograd does not take it apart
@@ -145,6 +147,8 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         call, host_kwargs = _with_generator(func, args, host_kwargs, target)
     with torch._C._DisableAutocast():  # what is set for the CPU is not about this device
         out = call(*host_args, **host_kwargs)
+    if func._schema.name == "aten::_pack_padded_sequence":
+        return _on(target, out[0]), out[1]  # sizes of batches stay on the CPU, as on CUDA
     written = _is_writing(func)
     if written:
         for tensor in held.values():
@@ -165,8 +169,8 @@ def _as_viewed(func: OpOverload, args: tuple[Any, ...]) -> contextlib.AbstractCo
 
 def _common_device(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """The one device that all tensors are on; numbers in tensors of the CPU may go with them, as on CUDA."""
-    indices = args[1] if func._schema.name in _TAKES_INDICES and args[0].device.type == virtual.NAME else ()
-    free = {id(index) for index in tree_iter(indices)}
+    free = {id(x) for i in _MAY_BE_ON_CPU.get(func._schema.name, ()) for x in tree_iter(args[i])}
+    free &= {id(x) for x in tree_iter(args) if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
     devices = {x.device for x in tensors if isinstance(x, VirtualTensor) or (x.dim() > 0 and id(x) not in free)}
     if len(devices) > 1 or not all(isinstance(x, VirtualTensor) for x in _written(func, args, kwargs)):
@@ -175,7 +179,12 @@ def _common_device(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return next(iter(devices))
 
 
-_TAKES_INDICES = {f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")}
+# Indices and lengths, by the positions of their arguments.
+_MAY_BE_ON_CPU = {
+    **{f"aten::{name}": (1,) for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")},
+    "aten::_pack_padded_sequence": (1,),
+    "aten::_pack_padded_sequence_backward": (2,),
+}
 
 
 @functools.cache

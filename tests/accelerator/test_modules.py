@@ -1,0 +1,178 @@
+"""Modules and files on virtual devices that need more than operations: lazy ones, packed sequences, what was saved."""
+
+import copy
+import doctest
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+
+from fdp.testing import install_virtual_accelerator
+from tests.helpers import assert_close_tree, numbers
+
+_, ONE, TWO, _ = install_virtual_accelerator(4)
+CPU = torch.device("cpu")
+
+
+def value_and_grads(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """The output, and the gradients of its sines in the input and in the parameters, on the CPU."""
+    x = x.clone().requires_grad_()
+    out = run(x)
+    grads = torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])
+    return out.detach().cpu(), [grad.cpu() for grad in grads]
+
+
+def test_the_devices_are_returned():
+    assert install_virtual_accelerator(4) == tuple(torch.device("virtual", i) for i in range(4))
+
+
+def test_its_example():
+    text = (install_virtual_accelerator.__doc__ or "").replace("  # doctest: +SKIP", "")
+    example = doctest.DocTestParser().get_doctest(text, {}, "install_virtual_accelerator", None, None)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(example, out=report.append).attempted > 3
+    assert "".join(report) == ""
+
+
+# ---- lazy modules
+
+LAZY: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda **o: nn.LazyLinear(4, **o), (2, 3)),
+    "conv1d": (lambda **o: nn.LazyConv1d(4, 2, **o), (2, 3, 5)),
+    "conv2d": (lambda **o: nn.LazyConv2d(4, 2, bias=False, **o), (2, 3, 4, 4)),
+    "conv3d": (lambda **o: nn.LazyConv3d(4, 2, **o), (2, 3, 3, 3, 3)),
+    "conv-transpose1d": (lambda **o: nn.LazyConvTranspose1d(4, 2, **o), (2, 3, 5)),
+    "conv-transpose2d": (lambda **o: nn.LazyConvTranspose2d(4, 2, **o), (2, 3, 4, 4)),
+    "conv-transpose3d": (lambda **o: nn.LazyConvTranspose3d(4, 2, **o), (2, 3, 3, 3, 3)),
+    "batch-norm": (lambda **o: nn.LazyBatchNorm2d(**o), (2, 3, 4, 4)),
+    "instance-norm": (lambda **o: nn.LazyInstanceNorm1d(affine=True, track_running_stats=True, **o), (2, 3, 5)),
+}
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "to": lambda make: make(dtype=torch.float64).to(1),
+    "to-both": lambda make: make().to(ONE, torch.float64),
+    "made-there": lambda make: make(device=ONE, dtype=torch.float64),
+    "there-and-back": lambda make: make(dtype=torch.float64).to(TWO).cpu().to(ONE),
+    "method": lambda make: make().virtual(1).double(),
+    "between": lambda make: make(device=TWO).double().to(ONE),
+    "deepcopy": lambda make: copy.deepcopy(make(device=ONE, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_lazy_modules(kind: str):
+    make, shape = LAZY[kind]
+    for way, place in WAYS.items():
+        module, x = place(make), numbers(*shape)
+        assert all(p.device == ONE for p in module.parameters()), way
+        module(x.to(ONE))
+        assert {t.device for t in (*module.parameters(), *module.buffers())} == {ONE}
+        assert [type(p).__name__ for p in module.parameters()] == ["VirtualTensor"] * len(list(module.parameters()))
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters())
+        host = make(dtype=torch.float64)
+        host(x)
+        host.load_state_dict({name: value.cpu() for name, value in module.state_dict().items()})
+        assert_close_tree(value_and_grads(module, module, x.to(ONE)), value_and_grads(host, host, x))
+
+
+def test_what_is_lazy_is_refused_elsewhere():
+    lazy = nn.LazyLinear(2).to(ONE)
+    assert repr(lazy.weight) == "<VirtualUninitializedParameter>"
+    with pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
+        _ = lazy.weight + 1
+    with pytest.raises(RuntimeError, match="Can't access the shape of an uninitialized parameter"):
+        _ = lazy.weight.shape
+    again = pickle.loads(pickle.dumps(lazy.weight))
+    assert (type(again), again.device) == (type(lazy.weight), ONE)
+    lazy.load_state_dict(nn.Linear(3, 2).state_dict())
+    assert (lazy.weight.shape, lazy.weight.device) == ((2, 3), ONE)
+
+
+# ---- packed sequences
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(4, 3, batch_first=True),
+    "lstm-both-ways": lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True),
+    "lstm-projected": lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2),
+    "gru": lambda: nn.GRU(4, 3, batch_first=True),
+    "rnn": lambda: nn.RNN(4, 3, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("lengths", [torch.tensor([5, 3, 2]), [2, 5, 1]], ids=["sorted", "unsorted"])
+def test_packed_sequences(name: str, lengths: Any):
+    module = RECURRENT[name]().double()
+
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=isinstance(lengths, Tensor))
+        assert (packed.data.device, packed.batch_sizes.device) == (x.device, CPU)
+        out, found = rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
+        assert found.tolist() == list(lengths)
+        return out
+
+    there, x = copy.deepcopy(module).to(ONE), numbers(3, 5, 4)
+    want = value_and_grads(module, lambda x: run(module, x), x)
+    assert_close_tree(value_and_grads(there, lambda x: run(there, x), x.to(ONE)), want)
+
+
+def test_packing_and_moving():
+    rows = [numbers(3, 2), numbers(1, 2)]
+    packed = rnn.pack_sequence([row.to(ONE) for row in rows])
+    assert [row.device for row in rnn.unpack_sequence(packed)] == [ONE, ONE]
+    move: Any = rnn.PackedSequence.to
+    for moved in (move(packed, TWO), packed.cpu(), move(rnn.pack_sequence(rows), TWO)):
+        assert_close_tree([row.cpu() for row in rnn.unpack_sequence(moved)], rows)
+    pack: Any = torch._pack_padded_sequence  # pyright: ignore[reportPrivateImportUsage] (what asks for them)
+    with pytest.raises(RuntimeError, match="lengths of packed sequences are to be on the CPU"):
+        pack(numbers(2, 3, 1).to(ONE), torch.tensor([3, 2], device=ONE), True)
+
+
+# ---- bags of embeddings
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings(mode: Any):
+    words, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
+    bag = nn.EmbeddingBag(10, 3, mode=mode).double()
+    there, found = copy.deepcopy(bag).to(ONE), []
+    for module in (bag, there):
+        device = module.weight.device
+        out = module(words.to(device), offsets.to(device))
+        found.append([out.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(out.sin().sum(), module.weight))])
+    assert_close_tree(found[1], found[0])
+
+
+# ---- files
+
+
+def saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("source", [CPU, TWO], ids=str)
+@pytest.mark.parametrize("map_location", ["virtual:1", ONE, {"cpu": "virtual:1", "virtual:2": "virtual:1"}], ids=repr)
+def test_loading_to_a_device(source: torch.device, map_location: Any):
+    x = numbers(4, 3)
+    value = {"x": x.to(source), "column": x.to(source)[:, 1], "state": nn.Linear(2, 2).to(source).state_dict()}
+    found = torch.load(saved(value), map_location=map_location)
+    assert {t.device for t in (found["x"], found["column"], *found["state"].values())} == {ONE}
+    assert_close_tree((found["x"].cpu(), found["column"].cpu()), (x, x[:, 1]))
+    found["x"].mul_(2)
+    assert_close_tree((found["x"] + 1).cpu(), x * 2 + 1)
+
+
+def test_loading_to_the_current_device():
+    with torch.accelerator.device_index(2):
+        assert torch.load(saved(numbers(2)), map_location="virtual").device == TWO
+    assert torch.load(saved(numbers(2).to(TWO)), map_location="cpu").device == CPU
+    with pytest.raises(RuntimeError, match="virtual:7 does not exist"):
+        torch.load(saved(numbers(2)), map_location="virtual:7")

@@ -37,7 +37,8 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *grads
+        # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
+        return None, None, *Entered.apply(Talk(ctx.wire), ctx.name, None, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -63,7 +64,8 @@ class Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, grads[0][ctx.wire.position]
+        (whole,) = Entered.apply(Talk(ctx.wire), ctx.name, None, *grads)  # as in `Total`
+        return None, None, whole[ctx.wire.position]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

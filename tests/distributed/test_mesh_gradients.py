@@ -1,4 +1,4 @@
-"""What nobody differentiates has no part in a gradient on a mesh either: 0 times infinity is NaN."""
+"""Gradients on a mesh: what nobody differentiates has no part in them, and gradients of gradients are whole."""
 
 from typing import Any
 
@@ -48,3 +48,29 @@ def test_of_the_slots(two: Pool, layout: Layout):
 def test_from_outside(two: Pool, layout: Layout, output: int):
     found = same_at_all_scales(two, layout, from_outside, output)
     assert found["whole"][0].isfinite().all()
+
+
+# ---- what is made of a sum over processes is differentiated twice
+
+
+def curve(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).tanh().sum()
+
+
+def twice(seat: Seat, how: str, out_dims: Any) -> Any:
+    def call(w: Tensor) -> Tensor:
+        out = fdp.dp_apply(curve, w, seat.own(X), out_dims=out_dims, **seat.on)
+        return out.square()  # so that its gradient depends on the rows of all
+
+    if how == "torch.func":
+        return {"whole": torch.func.grad(lambda w: torch.func.grad(call)(w).sin().sum())(W)}
+    w = W.clone().requires_grad_()
+    (first,) = torch.autograd.grad(call(w), w, create_graph=True)
+    return {"whole": torch.autograd.grad(first.sin().sum(), w)}
+
+
+@pytest.mark.parametrize("out_dims", ["sum", "mean", "max", None])
+@pytest.mark.parametrize("how", ["autograd", "torch.func"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout((1, 2), (0, 4))])
+def test_gradients_of_gradients(two: Pool, layout: Layout, how: str, out_dims: Any):
+    same_at_all_scales(two, layout, twice, how, out_dims, one_device=out_dims == "sum")

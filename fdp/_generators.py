@@ -120,7 +120,7 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     is_shared = SIDE_BY_SIDE.get() is not None and (member is None or not member.belongings)
     if is_shared or torch._C._len_torch_dispatch_stack() or _is_capturing(devices):
         return _stay
-    generators = list(dict.fromkeys(generator for device in devices for generator in generators_of(device)))
+    generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]
     before = _states(generators)
     if not before:
         return _stay
@@ -146,6 +146,14 @@ def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     with temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext():
         all(map(operator.call, steps))  # one call of C, which no interrupt comes into; it ends at what returns False
     return states
+
+
+def _on_accelerator(device: torch.device) -> Sequence[torch.Generator]:
+    """The generator of a device, if there is one that has been used."""
+    if device.type in ("cpu", "meta"):
+        return ()
+    index = device.index or 0
+    return getattr(torch.get_device_module(device), "default_generators", ())[index : index + 1]
 
 
 def _is_capturing(devices: Collection[torch.device]) -> bool:

@@ -130,3 +130,28 @@ def test_a_collective_that_only_a_later_microbatch_calls():
     x = torch.arange(4.0).reshape(4, 1).to(DEVICES[0])  # the pieces of a slot begin with an even and an odd number
     with pytest.raises(RuntimeError, match="psum is called in some microbatches and not in the first"):
         fdp.grad(loss, devices=DEVICES[:2], microbatches=2)(torch.ones((), device=DEVICES[0]), x)
+
+
+@each_executor
+@pytest.mark.parametrize("axes", [("data",), ("inner",), ("data", "inner")], ids="-".join)
+def test_gradients_inside_through_collectives_of_each_axis(axes: tuple[str, ...], executor: Any):
+    """There all losses of a call have one backward, until it turns out that they meet."""
+    w, x = torch.tensor(0.7, dtype=torch.float64), numbers(8)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        value = (w * x).mean()
+        for axis in axes:
+            value = fdp.pmean(value, axis) ** 2
+        return value
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        grads = fdp.grad(loss, devices=[DEVICES[1]] * 2, axis_name="inner", executor=executor)
+        return grads(w.to(DEVICES[1]), x.to(DEVICES[1]))
+
+    found = fdp.dp_apply(fn, w, x, [DEVICES[1]] * 2, out_dims="list", executor=executor)
+    own = w.expand(2, 1).clone().requires_grad_()
+    value = (own[..., None] * x.reshape(2, 2, 2)).mean(2)
+    for axis in axes:
+        value = value.mean(0 if axis == "data" else 1, keepdim=True).expand(2, 2) ** 2
+    (want,) = torch.autograd.grad(value.mean(1).sum(), own)
+    torch.testing.assert_close(torch.stack(on_cpu(found)), want[:, 0])

@@ -18,6 +18,7 @@ from fdp._gang import Meets, Together, forget_restarts
 from fdp._generators import bookmark, seeded
 from fdp._guards import is_forward_mode
 from fdp._known import (
+    Safe,
     begin_anew,
     compilations,
     is_cold,
@@ -73,14 +74,16 @@ def thread_safe(fn: Function) -> Function:
         fn: Any callable.
 
     Returns:
-        A function of Python itself; any other callable, wrapped in a `functools.partial`. The mark is on this object:
-        a wrapper of it needs one of its own.
+        A function of Python and what `functional` returns, itself; any other callable, wrapped in a
+        `functools.partial`. The mark is on this object: a wrapper of it needs one of its own.
 
     Raises:
         TypeError: Not callable.
     """
     if not callable(fn):
         raise TypeError(f"thread_safe: expected a function, got {type(fn).__name__}")
+    if isinstance(fn, Safe):
+        return fn
     if not isinstance(fn, types.FunctionType):
         fn = functools.partial(fn)
     mark(fn)

@@ -1,8 +1,9 @@
 """Modules as functions: parameters and buffers go in, the output and new buffers come out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, cast
+from operator import attrgetter
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +11,47 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
-from fdp._known import mark
+from fdp._known import Safe
 from fdp._listing import listed
 from fdp._returned import note
 from fdp._skeleton import Skeleton
+from fdp._tree import register_leaf
 from fdp._untraced import leave_alone
 
 State: TypeAlias = tuple[Tensors, Tensors]
 
 
-class Apply(Protocol):
-    """A module as a function of its parameters and buffers."""
+@final
+class Apply(Safe):
+    """A module as a function of its parameters and buffers. A copy has a module of its own, in any process."""
 
+    __name__ = "apply"
     out_dims: tuple[int, str]
 
-    def __call__(self, state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]: ...
+    def __init__(self, module: nn.Module) -> None:
+        self.out_dims = (0, "mean")  # not of the class: what `functools.wraps` makes has it too
+        self._module = module
+        self._pool: list[Skeleton] = []
+
+    def __reduce__(self) -> Any:
+        return Apply, (self._module,)
+
+    def __call__(self, state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+        """The module's output, and the buffers after the call."""
+        params, buffers = _as_state(state)
+        module, pool = self._module, self._pool
+        if torch.compiler.is_compiling():  # the compiler traces torch's own
+            return _apply_traced(module, params, buffers, args, kwargs)
+        skeleton = take(pool, module, shares=False)
+        if skeleton.trusted and not _has_any_global_hook():
+            out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
+        else:
+            out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+        note(new_buffers.values())
+        return out, new_buffers
+
+
+register_leaf(Apply)  # among arguments it is a function
 
 
 def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]:
@@ -44,7 +71,9 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     after the call, so return what you want to keep. Objects of other classes that the module holds are shared with it.
     Calls may run side by side in threads.
 
-    They run on clones of the module. Where a clone cannot follow, because a hook closes over the module or an object
+    An embedding with `max_norm` renormalises a copy of its weight, and `params` stay as they are.
+
+    Calls run on clones of the module. Where a clone cannot follow, because a hook closes over the module or an object
     inside refers to it, they run on the module itself, one at a time, and activation checkpointing in it would see the
     module's own tensors in the backward.
 
@@ -54,39 +83,31 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 
     Returns:
         `apply(state, *args, **kwargs) -> (output, new_buffers)` and `state`, the pair of dicts `(params, buffers)` by
-        name. They share the module's memory. `apply.out_dims` is `(0, "mean")`: join outputs, average buffers.
+        name. They share the module's memory. `apply.out_dims` is `(0, "mean")`: join outputs, average buffers. Pickled,
+        `apply` takes its module along.
 
     Raises:
         TypeError: Not a module, or one that cannot be called with other tensors. From `apply`: not a pair of dicts.
         ValueError: A lazy module that has not seen an input. From `apply`: names are missing or unexpected.
-        RuntimeError: From `apply`: forward wrote in place to a tensor that is neither a parameter nor a buffer.
+        RuntimeError: From `apply`: forward wrote in place to a parameter, or to a tensor that is not a buffer.
     """
     _check_module(module)
-    pool: list[Skeleton] = []
-
-    def apply(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
-        params, buffers = _as_state(state)
-        if torch.compiler.is_compiling():  # the compiler traces torch's own
-            _check_names(params, buffers, dict(module.named_parameters()), dict(module.named_buffers()))
-            bound = _with_copies(params, buffers)
-            out = torch.func.functional_call(module, bound, args, kwargs)
-            return out, {name: bound[name] for name in buffers}
-        skeleton = take(pool, module, shares=False)
-        if skeleton.trusted and not _has_any_global_hook():
-            out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
-        else:
-            out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
-        note(new_buffers.values())
-        return out, new_buffers
-
-    apply.out_dims = (0, "mean")  # pyright: ignore[reportFunctionMemberAccess]
-    mark(apply)
     params: Tensors = dict(module.named_parameters())
     buffers: Tensors = dict(module.named_buffers())
     if detach:
         params = {name: tensor.detach() for name, tensor in params.items()}
         buffers = {name: tensor.detach() for name, tensor in buffers.items()}
-    return cast(Apply, apply), (params, buffers)
+    return Apply(module), (params, buffers)
+
+
+def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    own = dict(module.named_parameters())
+    _check_names(params, buffers, own, dict(module.named_buffers()))
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    weights = [part.weight for part in embeddings if part.max_norm is not None]
+    bound = _with_copies(params, buffers, [name for name, p in own.items() if any(p is weight for weight in weights)])
+    out = torch.func.functional_call(module, bound, args, kwargs)
+    return out, {name: bound[name] for name in buffers}
 
 
 def _apply_clone(
@@ -95,12 +116,13 @@ def _apply_clone(
     held = False
     try:
         _check_names(params, buffers, skeleton.params, skeleton.buffers)
-        versions = skeleton.versions()
-        skeleton.bind(_with_copies(params, buffers))
+        versions, given = skeleton.versions(), _versions(params)
+        skeleton.bind(_with_copies(params, buffers, skeleton.renormalised()))
         out = skeleton.root(*args, **kwargs)
         new_buffers = skeleton.bound(buffers)
         held = is_held(skeleton)
         _check_versions(versions, skeleton.versions())
+        _check_params(params, given)
         return out, new_buffers
     finally:
         if not held:
@@ -120,7 +142,8 @@ def _apply_module(
         if not skeleton.is_current(module):  # another call in place may have been under way
             skeleton = Skeleton(module, shares=False)
         _check_names(params, buffers, skeleton.params, skeleton.buffers)
-        versions, bound = skeleton.versions(), _with_copies(params, buffers)
+        versions, given = skeleton.versions(), _versions(params)
+        bound = _with_copies(params, buffers, skeleton.renormalised())
         try:
             out = call_in_place(module, bound, args, kwargs)
         finally:
@@ -128,12 +151,14 @@ def _apply_module(
             skeleton.restore()
             pool.append(skeleton)
         _check_versions(versions, skeleton.versions())
+        _check_params(params, given)
         # Where forward has deleted a buffer, torch leaves a mark of its own.
         return out, {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
 
 
-def _with_copies(params: Tensors, buffers: Tensors) -> Tensors:
-    return {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+def _with_copies(params: Tensors, buffers: Tensors, written: Iterable[str]) -> Tensors:
+    copies = {name: params[name].clone() for name in written}
+    return {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
 
 
 def _check_module(module: nn.Module) -> None:
@@ -180,4 +205,26 @@ def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
         )
 
 
-leave_alone(globals(), ["functional", "_apply_clone", "_apply_module"])
+def _versions(params: Tensors) -> list[int]:
+    """How often each has been written; nothing if that is not known of all."""
+    try:
+        return list(map(_VERSION, params.values()))
+    except RuntimeError:  # inference tensors have none
+        return []
+
+
+_VERSION = attrgetter("_version")
+
+
+def _check_params(params: Tensors, before: list[int]) -> None:
+    after = _versions(params)
+    if after == before:
+        return
+    written = [name for name, old, new in zip(params, before, after, strict=False) if old != new]
+    raise RuntimeError(
+        f"apply: forward wrote in place to the parameters [{listed(written, repr)}], which may hold the change now. "
+        "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"
+    )
+
+
+leave_alone(globals(), ["functional", "Apply", "_apply_clone", "_apply_module"])

@@ -23,6 +23,10 @@ _ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alon
 _SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
+class Safe:
+    """A base for callable objects that are safe in threads."""
+
+
 def mark(fn: Any) -> None:
     """Mark a function object as safe in threads. Not by an attribute: `functools.wraps` would copy it to wrappers."""
     _SAFE.add(fn)
@@ -31,10 +35,18 @@ def mark(fn: Any) -> None:
 def is_marked(fn: Any) -> bool:
     """Whether a function is marked, or one that it is a partial or a compiled form of."""
     while fn is not None:
-        if isinstance(fn, types.FunctionType | functools.partial) and fn in _SAFE:
+        if isinstance(fn, Safe) or (isinstance(fn, types.FunctionType | functools.partial) and fn in _SAFE):
             return True
-        fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "_torchdynamo_orig_callable", None)
+        fn = fn.func if isinstance(fn, functools.partial) else _before_compile(fn)
     return False
+
+
+def _before_compile(fn: Any) -> Any:
+    """What a function is the compiled form of, None if it is none."""
+    found = getattr(fn, "_torchdynamo_orig_callable", None)
+    if getattr(found, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
+        return getattr(found, "__wrapped__", None)  # an object, around which the compiler has put a function
+    return found
 
 
 def compilations() -> int:

@@ -26,6 +26,7 @@ from fdp._walk import (
 )
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
 
 
@@ -112,6 +113,9 @@ class Skeleton:
         self._pick = itemgetter(*self._names, self._names[0]) if self._names else tuple
         self.params, self.buffers = dict.fromkeys(params.values()), dict.fromkeys(buffers.values())
         self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in params | buffers}
+        parts = zip([module, *self._children], self._clones, strict=False)
+        weights = [(clone, part._parameters.get("weight")) for part, clone in parts if isinstance(part, _EMBEDDINGS)]
+        self._embeddings = [(clone, params[id(weight)]) for clone, weight in weights if id(weight) in params]
         self._two_kinds = not params.keys().isdisjoint(buffers)
         # A subclass may name what is in no registry.
         self.trusted = self._is_safe and self.params.keys() | self.buffers.keys() == set(self._names)
@@ -178,6 +182,10 @@ class Skeleton:
         """The module's parameters and buffers by name."""
         found = dict(zip(self._names, self._slot_tensors, strict=False))
         return {name: found[name] for name in self.params}, {name: found[name] for name in self.buffers}
+
+    def renormalised(self) -> list[str]:
+        """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
+        return [name for clone, name in self._embeddings if vars(clone).get("max_norm") is not None]
 
     def bound(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What is under the names now, which is not what was bound where forward has put another tensor."""

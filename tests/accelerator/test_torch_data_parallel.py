@@ -680,6 +680,23 @@ def test_rows_of_keyword_arguments_that_differ():
         by_fdp(module, ROWS, y=ROWS[:1])
 
 
+def test_an_embedding_with_max_norm():
+    """Torch's cannot write to the weight of the first replica, which is a view for autograd."""
+    ids = torch.arange(8) % 6
+    modules = [nn.Embedding(6, 2, max_norm=0.5, device=DEVICES[0]) for _ in range(3)]
+    for module in modules[1:]:
+        module.load_state_dict(modules[0].state_dict())
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        by_torch(modules[0], ids)
+    out, want = by_fdp(modules[1], ids), modules[2](ids.to(DEVICES[0]))
+    assert_same(out, want)
+    for module, result in ((modules[1], out), (modules[2], want)):
+        loss_of(result).backward()
+        assert module.weight.grad is not None
+    assert_same(modules[1].weight.grad, modules[2].weight.grad)
+    assert_same(modules[1].weight[:4], modules[2].weight[:4])
+
+
 def test_few_rows_and_an_option():
     """Torch calls the devices that have no rows without positional arguments."""
     module = doing(lambda self, x, flag: x * self.weight * flag)

@@ -91,10 +91,10 @@ def _remove_abandoned(directory: Path) -> None:
 
 def _lock(file: Any) -> bool:
     """Lock a file until it is closed, if nobody has and the file system can."""
-    if os.name == "nt":
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
         return False
-    import fcntl  # not on Windows
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

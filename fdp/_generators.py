@@ -58,7 +58,8 @@ class OwnGenerators:
                 generator.set_state(self._own[i])
 
     def _restore(self) -> Iterator[Any]:
-        return map(operator.call, [generator.set_state for generator in self._generators], self._outside)
+        put: Any = operator.call
+        return map(put, [generator.set_state for generator in self._generators], self._outside)
 
     def has_drawn(self) -> bool:
         """Whether something was drawn."""

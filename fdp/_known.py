@@ -26,6 +26,9 @@ _SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
 class Safe:
     """A base for callable objects that are safe in threads."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
 
 def mark(fn: Any) -> None:
     """Mark a function object as safe in threads. Not by an attribute: `functools.wraps` would copy it to wrappers."""

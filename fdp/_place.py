@@ -87,11 +87,7 @@ def plan_args(
     """
     held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
     slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
-    if len(slots) > 1 and torch._C._get_tracing_state() is not None:
-        raise RuntimeError(
-            f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
-            "the function or the module inside a DataParallel, and map the traced one"
-        )
+    check_tracing(slots, where)
     sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
     measured = [(path, _sizes_of(leaf, spec, path, where)) for path, leaf, spec in sharded]
     sized = [(path, sizes) for path, sizes in measured if sizes is not None]
@@ -110,6 +106,15 @@ def plan_args(
         return slots, make_plan(None, slots, keep_empty=keep_empty or bool(sharded))
     shares = sizes_of(rows, len(slots)) if weights is None else proportional(rows, weights)
     return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
+
+
+def check_tracing(slots: Sequence[torch.device], where: str) -> None:
+    """Raise where torch.jit would record one split for batches of every size."""
+    if len(slots) > 1 and torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
+            "the function or the module inside a DataParallel, and map the traced one"
+        )
 
 
 def held_slots(flats: Sequence[Flat]) -> list[tuple[str, Slots]]:

@@ -243,7 +243,8 @@ def test_l6_mean_over_tokens(data: st.DataObject):
         mean = (tokens * mask).sum() / mask.sum()  # NaN with NaN gradients where there are none
         return mean, mean * 2
 
-    options = {"has_aux": True, "count": lambda params, x, *, mask: mask.sum(), **split.options}
+    counts: Any = {"count": lambda params, x, *, mask: mask.sum(), "aux_weight": "count"}
+    options = {"has_aux": True, **counts, **split.options}
     transformed = fdp.value_and_grad(loss, microbatches=data.draw(st.sampled_from([1, 2, 3])), **options)
     got = in_context(data.draw(st.sampled_from(CONTEXTS)), lambda: transformed(params, x, mask=mask))
     want, (grads,) = value_and_grads(lambda params: loss(params, x, mask=mask), [params], [0])

@@ -9,7 +9,7 @@ import torch
 from fdp._devices import as_device, as_devices
 from fdp._dims import Plan, chunked, make_plan
 from fdp._join import join
-from fdp._place import Memo, flatten_args, place, plan_args, rows_of
+from fdp._place import Memo, check_tracing, flatten_args, place, plan_args, rows_of
 from fdp._slots import Slots
 from fdp._tree import Flat, tensors_in
 from fdp._typing import DeviceLike, Tree
@@ -179,6 +179,7 @@ def _split(
 ) -> tuple[list[list[Tree]], Plan]:
     """Cut trees as torch.chunk does, or by weights. Where nothing is split, one device gets it, or `on_all` each."""
     check_dim(dim, where)
+    check_tracing(devices, where)
     whole = "override scatter" if where == "DataParallel" else "call fdp.scatter with None in in_dims"
     flats = flatten_args([(name, tree, dim, "dim") for name, tree in named], where, whole)
     memo: Memo = {}

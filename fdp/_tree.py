@@ -28,6 +28,9 @@ _SEQUENCES = (list, tuple, deque)
 _PLAIN_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, torch.Size}
 _HOLDERS: set[type] = set()
 _REGISTERING = threading.Lock()
+# Classes that a function defines each time it is called. optree would keep all of them for ever.
+_PASSING: deque[type] = deque()
+_MOST_PASSING = 256
 
 
 class _PrefixError(ValueError):
@@ -346,7 +349,19 @@ def _register(cls: type) -> bool:
     with _REGISTERING:
         if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
             optree.register_pytree_node(cls, *functions, path_entry_type=_Entry, namespace=NAMESPACE)
+            if _is_passing(cls):
+                _PASSING.append(cls)
+            if len(_PASSING) > _MOST_PASSING:  # one that is met again is registered again
+                optree.unregister_pytree_node(_PASSING.popleft(), namespace=NAMESPACE)
     return True
+
+
+def _is_passing(cls: type) -> bool:
+    """Whether nobody finds a class under its name, so that it is gone when nobody uses it any more."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not cls
 
 
 class _Entry(optree.PyTreeEntry):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
@@ -133,6 +135,24 @@ def test_a_dataclass_that_cannot_be_rebuilt():
         TypeError, match=r"cannot rebuild the dataclass NeedsMore from its fields .*; register it with optree"
     ):
         fdp.scatter(NeedsMore(numbers(3), 2), SLOTS)
+
+
+def test_dataclasses_of_a_function_go_when_it_is_done():
+    """As in a training step that defines its batch. The last 256 are kept, in case they are met again."""
+
+    def define() -> Any:
+        return dataclasses.make_dataclass("Defined", ["x"])
+
+    first, defined = define(), weakref.WeakSet[type]()
+    for _ in range(300):
+        cls = define()
+        defined.add(cls)
+        batch = cls(numbers(2))
+        assert_same_tree(fdp.dp_apply(lambda _, batch: batch, None, batch, SLOTS), batch)
+        assert_same_tree(fdp.gather(fdp.scatter(first(batch.x), SLOTS)), first(batch.x))
+    del cls, batch
+    gc.collect()
+    assert len(defined) <= 256
 
 
 # ---- None

@@ -27,6 +27,7 @@ dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, wor
 found = torch.tensor(rank)
 dist.all_reduce(found)
 assert found == sum(range(size)), f"the sum of ranks is {{found}}, not {{sum(range(size))}}"
+dist.destroy_process_group()  # or torch now and then aborts as the process ends
 """
 
 

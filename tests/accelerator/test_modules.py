@@ -176,3 +176,4 @@ def test_loading_to_the_current_device():
     assert torch.load(saved(numbers(2).to(TWO)), map_location="cpu").device == CPU
     with pytest.raises(RuntimeError, match="virtual:7 does not exist"):
         torch.load(saved(numbers(2)), map_location="virtual:7")
+    torch.load(saved(numbers(2)))  # torch keeps the place of a load that failed, also for pickle, until one succeeds

@@ -12,7 +12,8 @@ from torch import Tensor
 from fdp._beginnings import BEGINNING
 from fdp._context import AXES
 from fdp._processes import Processes
-from fdp._wire import Again, Place, Talk
+from fdp._restart import Again
+from fdp._wire import Place, Talk
 
 
 @final

@@ -18,14 +18,13 @@ from fdp._context import Slot
 from fdp._devices import as_device
 from fdp._dims import pieces
 from fdp._executors import Mode, run, run_all, slots_of
-from fdp._gang import Meets, forget_restarts
 from fdp._join import join
 from fdp._join_across import Part
 from fdp._known import meets, must_run_together, remember_apart, runs_apart
+from fdp._restart import Again, forget_restarts
 from fdp._tensor import promoted
 from fdp._together import Task
 from fdp._typing import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
-from fdp._wire import Again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,10 +218,8 @@ class Differentiation:
         mode = Mode(self.executor, self.seed, self.fn, across=call.across)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        with contextlib.suppress(Meets):  # it would be the context of what is raised instead
-            self._run_shards(problem, call, shares, slots, mode, take)
-            return weights
-        raise Again
+        self._run_shards(problem, call, shares, slots, mode, take)
+        return weights
 
     def _run_shards(
         self,
@@ -259,12 +256,12 @@ class Differentiation:
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
             return
-        except Meets as need:  # one backward for all would wait for itself
+        except Again as need:  # one backward for all would wait for itself
             name = need.name
         if taken:
             raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
         if mode.stays_apart():
-            raise Meets(name)
+            raise Again(name)
         self._run_shards(problem, call, shares, slots, mode, take)
 
     def _alone(

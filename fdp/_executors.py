@@ -14,7 +14,6 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fdp._across import Across
 from fdp._context import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._dims import Plan
-from fdp._gang import Meets, Together, forget_restarts
 from fdp._generators import bookmark, seeded
 from fdp._guards import is_forward_mode
 from fdp._known import (
@@ -30,6 +29,7 @@ from fdp._known import (
     note,
     remember_together,
 )
+from fdp._restart import Again, Together, forget_restarts
 from fdp._state import is_carried, why_not_together
 from fdp._threads import run_side_by_side
 from fdp._together import Task, run_together
@@ -47,11 +47,11 @@ class Mode(NamedTuple):
     seed: int | None
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
-    apart: bool = False  # the call raises `Meets`
+    apart: bool = False  # the call raises `Again`
     across: Across | None = None  # the part of this process, where there are others
 
     def stays_apart(self) -> bool:
-        """Whether the call raises `Meets` if its shards come to a collective."""
+        """Whether the call raises `Again` if its shards come to a collective."""
         return self.apart or (self.across is not None and self.across.adds_at_end)
 
 
@@ -129,7 +129,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             remember_together(mode.fn)
         begin_anew()
         if mode.stays_apart():
-            raise Meets(name)
+            raise Again(name)
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:
             raise RuntimeError(

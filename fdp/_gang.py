@@ -13,35 +13,6 @@ from fdp._guards import firm
 from fdp._shield import soon
 from fdp._state import ThreadState
 from fdp._turns import Abandoned, Turns, Wait, this_member
-from fdp._wire import Again
-
-
-class Together(BaseException):
-    """Raised by a collective in a shard that runs by itself: its call begins anew, with all shards alive at once.
-
-    Calls in between, which do not have this list of what was wanted, let it pass.
-    """
-
-    def __init__(self, name: str, wanted: list[str]) -> None:
-        super().__init__(name)
-        self.name, self.wanted = name, wanted
-
-
-class Meets(BaseException):
-    """Raised instead by a call that leaves it to its caller to begin anew."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-def forget_restarts(error: BaseException) -> None:
-    """Take what lets a call begin anew out of the contexts of an exception: nobody else is to see it."""
-    at: BaseException | None = error
-    while at is not None:
-        while isinstance(at.__context__, Together | Meets | Again):
-            at.__context__ = at.__context__.__context__
-        at = at.__context__
 
 
 class What(NamedTuple):

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fdp._across import Across
 from fdp._context import AXES, IN_PLACE, Axis
-from fdp._gang import Gang, Together, What
+from fdp._gang import Gang, What
 from fdp._operations import Operation
 from fdp._over_processes import everywhere, over_processes
 from fdp._packing import layout_of, packed, unpacked
+from fdp._restart import Together
 from fdp._stages import stage
 from fdp._tensor import copy
 from fdp._transfers import report_collective

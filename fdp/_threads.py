@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from fdp._context import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
-from fdp._gang import Together
 from fdp._guards import install
 from fdp._known import compilations, is_cold, may_compile, note, remember_order
+from fdp._restart import Restart
 from fdp._shield import shielded
 from fdp._state import ThreadState
 from fdp._workers import cores, post, releasing, reserve
@@ -243,7 +243,7 @@ class _Lanes:
             if is_forked(self._process):
                 raise
             self._errors[job.number] = error
-            if isinstance(error, Together):
+            if isinstance(error, Restart):
                 error.__traceback__ = None  # in this thread: see `run` in fdp._executors
             if not isinstance(error, Exception):
                 with self._lock:

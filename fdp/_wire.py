@@ -21,14 +21,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._buckets import buckets_of, like, summable
 from fdp._context import text_of
+from fdp._restart import Again
 from fdp._tensor import bytes_of
 from fdp._underway import Operation
 
 _FAILED, _AGAIN = 1, 2
-
-
-class Again(BaseException):
-    """Raised in all processes if one finds that the call has to begin anew in another way."""
 
 
 class Place(NamedTuple):

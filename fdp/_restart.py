@@ -1,0 +1,33 @@
+"""How a run whose slots turn out to meet begins anew in another way. Functions are pure: nobody sees the first one."""
+
+
+class Restart(BaseException):
+    """Ends a run from within; whoever began it catches it. `name` is the collective that slots have come to."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Together(Restart):
+    """Raised by a collective in a shard that runs by itself: the shards begin anew, with all slots alive at once.
+
+    Calls in between, which do not have this list of what was wanted, let it pass.
+    """
+
+    def __init__(self, name: str, wanted: list[str]) -> None:
+        super().__init__(name)
+        self.wanted = wanted
+
+
+class Again(Restart):
+    """Raised by a call that leaves it to its caller to begin anew; on a mesh, in all processes if in one."""
+
+
+def forget_restarts(error: BaseException) -> None:
+    """Take restarts out of the contexts of an exception: nobody else is to see them."""
+    at: BaseException | None = error
+    while at is not None:
+        while isinstance(at.__context__, Restart):
+            at.__context__ = at.__context__.__context__
+        at = at.__context__

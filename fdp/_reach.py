@@ -121,7 +121,7 @@ class Part(NamedTuple):
         if first >= before:
             return last
         theirs: set[Any] = set()
-        _nodes((x.grad_fn for x in self.outs), theirs)
+        _nodes([*(x.grad_fn for x in self.outs), *self.meetings.values()], theirs)
         for node in _nodes(ends, theirs):
             if first <= node._sequence_nr() < last:
                 node._set_sequence_nr(node._sequence_nr() + before - first)

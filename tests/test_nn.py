@@ -867,7 +867,8 @@ def test_replicate_makes_no_cycles():
         return [weakref.ref(replica) for replica in replicas]
 
     replicas_that_were_used(2)  # the first of a process imports and keeps more
-    gc.collect()
+    while gc.collect():  # what the compiler has left goes in several rounds
+        continue
     gc.disable()
     try:
         assert [replica() for replica in replicas_that_were_used(3)] == [None] * 3

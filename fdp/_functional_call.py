@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fdp._context import EXCLUSIVE, IN_ORDER, IN_PLACE, be_alone
+from fdp._guards import stand_in_for_functional_call
 from fdp._skeleton import Skeleton
 from fdp._untraced import leave_alone
 
@@ -22,6 +23,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 _POOLS: dict[int, tuple[weakref.ref[nn.Module], list[Skeleton]]] = {}
 
 
+@stand_in_for_functional_call
 def functional_call(
     module: nn.Module,
     params_and_buffers: Tensors | Sequence[Tensors],

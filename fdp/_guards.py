@@ -14,10 +14,17 @@ from torch.jit import _builtins
 from torch.nn.utils import stateless
 
 from fdp._context import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
-from fdp._functional_call import functional_call
 
 _INSTALLING = threading.Lock()
 _installed = False
+_functional_call: Callable[..., Any] | None = None
+
+
+def stand_in_for_functional_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a decorator: call this instead of `torch.func.functional_call` in shards that run side by side."""
+    global _functional_call
+    _functional_call = function
+    return function
 
 
 def install() -> None:
@@ -59,9 +66,8 @@ def _guard_functional_call() -> None:
     def guarded(
         module: torch.nn.Module, parameters_and_buffers: Any, args: Any = None, kwargs: Any = None, **options: bool
     ) -> Any:
-        if torch.compiler.is_compiling() or not SIDE_BY_SIDE.get():
-            return theirs(module, parameters_and_buffers, args, kwargs, **options)
-        return functional_call(module, parameters_and_buffers, args, kwargs, **options)
+        ours = None if torch.compiler.is_compiling() or not SIDE_BY_SIDE.get() else _functional_call
+        return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
 
     stateless._functional_call = guarded
 

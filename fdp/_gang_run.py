@@ -47,12 +47,13 @@ def run_gang(
 ) -> Outcome:
     """Run the tasks of each slot in a thread of its own, so many at a time.
 
-    With a seed one runs at a time, and each draws from generators of its own.
+    With a seed one runs at a time, and each draws from generators of its own. So it is where the caller has the random
+    generators to itself: what it draws can be repeated, and what its slots draw has to be.
     """
     if settings.seed is not None:
         be_alone()  # nobody else is to draw from what its slots draw from
     run = _Run(tasks, slots, settings, token, settings.limit)
-    if settings.seed is None and settings.limit == 1:
+    if settings.seed is None and (settings.limit == 1 or EXCLUSIVE.is_here()):
         run.take_seed()
     return run.outcome(run.in_threads)
 

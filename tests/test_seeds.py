@@ -331,3 +331,29 @@ def test_a_first_run_leaves_no_trace(name: str, executor: Any):
     MEETS[name](anew(fn), executor)
     assert runs
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@each_executor
+@pytest.mark.parametrize("inner", ["dp_apply", "parallel_apply", "grad"])
+def test_a_seed_repeats_what_nested_slots_draw_before_they_meet(inner: str, executor: Any):
+    devices = fdp.virtual_devices(2)
+
+    @fdp.thread_safe
+    def draws(w: Tensor, x: Tensor) -> Tensor:
+        return x * w + torch.rand(()) + 0 * fdp.psum(x.sum(), "inner")
+
+    @fdp.thread_safe
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return w * draws(w, x).mean()
+
+    def outer(w: Tensor, x: Tensor) -> Tensor:
+        if inner == "grad":
+            return fdp.grad(loss, devices=devices, axis_name="inner", executor=executor)(w, x)[None]
+        if inner == "dp_apply":
+            return fdp.dp_apply(draws, w, x, devices, axis_name="inner", executor=executor)
+        state, batch = fdp.replicate(w, devices), fdp.scatter(x, devices)
+        return fdp.gather(fdp.parallel_apply(draws, state, batch, axis_name="inner", executor=executor), 0)
+
+    found = [fdp.dp_apply(outer, W, X, devices, seed=SEED) for _ in range(12)]
+    assert all(torch.equal(found[0], each) for each in found)
+    assert len(found[0].unique()) > 1

@@ -135,7 +135,7 @@ class _Graph(NamedTuple):
 class _Stitch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _Graph, *outer: Tensor) -> Any:
-        ctx.graph = graph
+        ctx.graph, ctx.kept = graph, None
         ctx.save_for_backward(*outer)
         ctx.set_materialize_grads(False)  # what has no part in a loss gets no gradient: 0 times inf is NaN
         found = tuple(x.detach() for part in graph.parts for x in part.outs)
@@ -160,7 +160,7 @@ class _Stitch(torch.autograd.Function):
         if create:
             given = [[None if grad is None else grad.detach().requires_grad_() for grad in each] for each in outer]
         only = graph.waited_for(given)
-        places, saved = range(len(graph.parts)), ctx.saved_tensors
+        places, saved, parents = range(len(graph.parts)), ctx.kept or ctx.saved_tensors, ctx.next_functions
         with _without_hooks(saved):
             found = graph.runs.all([_differentiate(graph, i, given[i], only[i], create) for i in places])
         results = [each.result for each in found]
@@ -171,7 +171,17 @@ class _Stitch(torch.autograd.Function):
             for grad, place in zip(each, targets, strict=True):
                 if grad is not None:
                     sums[place] = grad if sums[place] is None else sums[place] + grad.to(sums[place].device)
+        if all(grad is None for grad, (node, _) in zip(sums, parents, strict=True) if _is_wanted(node)):
+            ctx.graph, ctx.kept = graph, saved  # on one device, autograd would not have come here
         return None, *sums
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether the backward that runs goes on to a node."""
+    try:
+        return _C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad is asked for
+        return True
 
 
 def _there(grads: Sequence[Grad]) -> list[Tensor]:

@@ -1,15 +1,17 @@
 """The loss and gradients of single shards: by plain autograd, or by torch.func where a transform is active."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
+from fdp._anchors import Anchor, no_elements
 from fdp._call import Shard, call_shard
 from fdp._guards import is_forward_mode
-from fdp._reach import meet_only
+from fdp._linear import Gate
 from fdp._returned import noting
 from fdp._tensor import layers
 from fdp._tree import flatten, tensors_in, unflatten
@@ -64,6 +66,7 @@ class Forward(NamedTuple):
     out: Out
     aliases: list[torch.Tensor]
     inputs: Inputs
+    anchor: Anchor
 
 
 def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
@@ -81,19 +84,25 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
     """Loss and gradients of one shard by `torch.func.vjp`."""
     inputs = inputs_of(problem, shard)
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
+    is_open = [True]
 
-    def loss_of(*leaves: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, aux, buffers = _call(problem, shard, inputs.build(leaves))
+    def loss_of(start: torch.Tensor, *leaves: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        anchor = Anchor(start)
+        call = functools.partial(_call, problem, shard, inputs.build(leaves))
+        loss, aux, buffers = anchor.within(call, around=create_graph is not False)
         flat = flatten(aux, "aux", where=problem.where)
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
         others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]
         plain[:] = [flat.structure, others, buffers]
-        return loss, tensors
+        ends = anchor.ends()
+        return (Gate.apply(is_open, loss)[0] if ends else loss, ends), tensors
 
     with _recording():
-        loss, vjp, tensors = cast(tuple[Any, Any, Any], torch.func.vjp(loss_of, *inputs.leaves, has_aux=True))
+        made: Any = torch.func.vjp(loss_of, no_elements(), *inputs.leaves, has_aux=True)
+        (loss, ends), vjp, tensors = made
         seed = share()
-        grads = list(vjp(torch.full_like(loss, seed))) if seed != 0 else [None] * len(inputs.leaves)
+        is_open[0] = seed != 0
+        _, *grads = vjp((torch.full_like(loss, seed), ends)) if seed != 0 or ends else [None] * (1 + len(inputs.leaves))
     structure, others, buffers = plain
     rest = iter(tensors)
     aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
@@ -120,25 +129,26 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
     """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
     graph = bool(create_graph)
     if create_graph is None:
-        graph = torch.is_grad_enabled() and any(_reaches_outside(forward) for forward in forwards)
+        graph = torch.is_grad_enabled() and any(_reaches_outside(each) for each in forwards)
     losses = [forward.out.loss for forward in forwards]
-    live = [i for i, f in enumerate(forwards) if seeds[i] != 0 and losses[i].requires_grad and f.aliases]
+    ends = [forward.anchor.ends() for forward in forwards]
+    given = [i for i, loss in enumerate(losses) if seeds[i] != 0 and loss.requires_grad]
+    live = [i for i, f in enumerate(forwards) if ends[i] or (i in given and f.aliases)]
     grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
     if live:
+        roots = {losses[i]: torch.full_like(losses[i], seeds[i]) for i in live if i in given}
+        roots |= {end: torch.zeros_like(end) for i in live for end in ends[i]}
         found = iter(
             torch.autograd.grad(
-                [losses[i] for i in live],
-                [alias for i in live for alias in forwards[i].aliases],
-                [torch.full_like(losses[i], seeds[i]) for i in live],
+                [*roots],
+                [x for i in live for x in (*forwards[i].aliases, forwards[i].anchor.start)],
+                [*roots.values()],
                 create_graph=graph,
                 allow_unused=True,
             )
         )
         for i in live:
-            grads[i] = list(islice(found, len(forwards[i].aliases)))
-    for loss, seed, f, own in zip(losses, seeds, forwards, grads, strict=True):
-        if seed == 0 and loss.requires_grad and f.aliases:
-            own[:] = meet_only(loss, f.aliases, create_graph=graph)
+            *grads[i], _ = islice(found, len(forwards[i].aliases) + 1)
     outs = [forward.out for forward in forwards]
     if not graph:  # without one the gradients are detached as they are
         outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
@@ -149,13 +159,18 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
     ]
 
 
-def forward(problem: Problem, shard: Shard, *, attached: bool) -> Forward:
-    """The loss of a shard on aliases of its inputs; `attached` ones lead back to the caller's graph."""
+def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | None = None) -> Forward:
+    """The loss of a shard on aliases of its inputs; `attached` ones lead back to the caller's graph.
+
+    If there will be no `graph` of its gradients, a gradient of something around it does not go through it.
+    """
     inputs = inputs_of(problem, shard)
     with torch.enable_grad():
         # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
         aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
-        return Forward(_call(problem, shard, inputs.build(aliases)), aliases, inputs)
+        anchor = Anchor(no_elements().requires_grad_(), aliases)
+        call = functools.partial(_call, problem, shard, inputs.build(aliases))
+        return Forward(anchor.within(call, around=graph is not False), aliases, inputs, anchor)
 
 
 def is_tracking() -> bool:
@@ -252,20 +267,7 @@ def _kind(value: Any) -> str:
 
 def _reaches_outside(forward: Forward) -> bool:
     """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
-    inputs = {id(alias) for alias in forward.aliases}
-    stack, seen = [tensor.grad_fn for tensor in (forward.out.loss, *tensors_in(forward.out.aux))], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        parents = node.next_functions
-        if not parents:  # the nodes of leaves, and few others
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in inputs:
-                return True
-        stack.extend([parent for parent, _ in parents])
-    return False
+    return forward.anchor.is_passed((forward.out.loss, *tensors_in(forward.out.aux)))
 
 
 def _detached(aux: Tree, where: str) -> Tree:

@@ -245,7 +245,9 @@ class Differentiation:
                 for share, shard in zip(shares, call.shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
-        forwards = [Task(functools.partial(forward, problem, attached=attached), shard) for shard in call.shards]
+        forwards = [
+            Task(functools.partial(forward, problem, attached=attached, graph=graph), shard) for shard in call.shards
+        ]
         taken, name = False, ""
         try:
             for batch in _rounds(call.plan.slots):
@@ -267,7 +269,7 @@ class Differentiation:
     def _alone(
         self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard
     ) -> Result:
-        found = forward(problem, shard, attached=attached)
+        found = forward(problem, shard, attached=attached, graph=create_graph)
         return joint(self.where, [found], [share()], create_graph)[0]
 
 

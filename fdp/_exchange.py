@@ -8,7 +8,7 @@ from torch import Tensor
 from fdp._context import Axis
 from fdp._gang import What
 from fdp._guards import is_forward_mode
-from fdp._linear import Fence, Handle, Linear, Note, Undifferentiable, exchanged
+from fdp._linear import Fence, Handle, Note, Undifferentiable, exchanged, linked
 from fdp._listing import listed
 from fdp._meeting import axis_of, depth, gang_of, inside, meet
 from fdp._operations import Extreme, Operation
@@ -91,5 +91,5 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
         )
     handle = Handle(gang.token, gang.number(index, forward), same)
     if depth() > 0:
-        return Linear.apply(handle, operation, Note(), *tensors)
+        return linked(handle, operation, Note(), tensors)
     return exchanged(handle, operation, tensors)

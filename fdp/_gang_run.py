@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fdp._anchors import ANCHORS
 from fdp._context import (
     EXCLUSIVE,
     IN_ORDER,
@@ -227,6 +228,7 @@ class _Run:
         SIDE_BY_SIDE.set(_Place(member, beside.around if isinstance(beside, _Place) else beside))
         LENT.set(self._is_lent)
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
+        ANCHORS.set(())  # each thread has a graph of its own
         member.begin()
         try:
             for slot, task in zip(self._slots[index], self._tasks[index], strict=True):

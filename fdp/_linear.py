@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp._anchors import add_ends, starts
 from fdp._context import AXES
 from fdp._gang import Gang
 from fdp._meeting import OF, meet
@@ -62,32 +63,36 @@ def _some(found: Sequence[Tensor], reached: Sequence[bool]) -> list[Grad]:
 
 
 class Linear(torch.autograd.Function):
-    """A collective of slots that run: its gradient is its transpose, by another meeting of the same slots."""
+    """A collective of slots that run: its gradient is its transpose, by another meeting of the same slots.
+
+    The last of its tensors are those of so many anchors; they come out as they went in.
+    """
 
     @staticmethod
-    def forward(handle: Handle, operation: Operation, note: Note, *tensors: Tensor) -> Any:
+    def forward(handle: Handle, operation: Operation, note: Note, anchors: int, *tensors: Tensor) -> Any:
+        count = len(tensors) - anchors
+        tensors, more = tensors[:count], tensors[count:]
         gang, index = handle.gang(operation.name)
         key = gang.number(index, handle.key)
         met = meet(gang, index, key, operation, tensors, handle.same, note.given)
         note.number, note.reached = (gang.run, key), met.reached
-        return tuple(met.found or (x.clone() for x in tensors))
+        return *(met.found or (x.clone() for x in tensors)), *(x.clone() for x in more)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.handle, ctx.operation, note, *_ = inputs
-        ctx.meeting = _meeting(ctx, note.number, output)
+        ctx.handle, ctx.operation, note, anchors, *_ = inputs
+        ctx.meeting = _meeting(ctx, note.number, output[: len(output) - anchors])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
         if isinstance(ctx.operation, Extreme):
-            return None, None, None, *_refused(ctx.operation.name, grads)
-        if ctx in ONLY_MEETS.get():
-            grads = (None,) * len(grads)
+            return None, None, None, None, *_refused(ctx.operation.name, grads)
+        grads, more = _cut(ctx, grads)
         note = Note([grad is not None for grad in grads])
-        found = Linear.apply(ctx.handle.of_transpose(), ctx.operation.transpose(), note, *ctx.meeting.filled(grads))
+        found = linked(ctx.handle.of_transpose(), ctx.operation.transpose(), note, ctx.meeting.filled(grads))
         note_nodes(found)
-        return None, None, None, *_some(found, note.reached)
+        return None, None, None, None, *_some(found, note.reached), *more
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -95,34 +100,60 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        handle, operation, note, *tensors = args
+        handle, operation, note, anchors, *tensors = args
+        count = len(tensors) - anchors
         moved = [
             x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
-            for x, dim in zip(tensors, in_dims[3:], strict=True)
+            for x, dim in zip(tensors[:count], in_dims[4:], strict=False)
         ]
-        found = Linear.apply(handle, operation, note, *moved)
-        return found, (0,) * len(moved)
+        found = Linear.apply(handle, operation, note, anchors, *moved, *tensors[count:])
+        return found, (*(0,) * count, *in_dims[4 + count :])
+
+
+def linked(handle: Handle, operation: Operation, note: Note, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`Linear`, with the anchors that there are."""
+    more = _more(operation)
+    found = Linear.apply(handle, operation, note, len(more), *tensors, *more)
+    return _without(found, len(tensors))
+
+
+def _more(operation: Operation) -> list[Tensor]:
+    """What an operation takes for anchors. One that has no gradient needs none."""
+    return [] if isinstance(operation, Extreme) else starts()
+
+
+def _without(found: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """The results, without what was made of anchors, which is kept there."""
+    if len(found) > count:
+        add_ends(found[count:])
+    return found[:count]
+
+
+def _cut(ctx: Any, grads: Sequence[Grad]) -> tuple[Sequence[Grad], Sequence[Grad]]:
+    """The gradients of what was exchanged, and those of anchors."""
+    count = len(ctx.meeting.kinds)
+    return [None] * count if ctx in ONLY_MEETS.get() else grads[:count], grads[count:]
 
 
 class Known(torch.autograd.Function):
-    """`Linear`, for results that are known."""
+    """`Linear`, for results that are known. Tensors beyond as many as there are results are those of anchors."""
 
     @staticmethod
     def forward(ctx: Any, handle: Handle, operation: Operation, number: Any, found: Any, *tensors: Tensor) -> Any:
         ctx.handle, ctx.operation = handle, operation
         ctx.meeting = _meeting(ctx, number, found)
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return *found, *(x.clone() for x in tensors[len(found) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
         refuse_batched(grads, ctx.operation.name)
         if isinstance(ctx.operation, Extreme):
             return None, None, None, None, *_refused(ctx.operation.name, grads)
-        if ctx in ONLY_MEETS.get():
-            grads = (None,) * len(grads)
+        grads, more = _cut(ctx, grads)
         filled, given = ctx.meeting.filled(grads), [grad is not None for grad in grads]
-        return None, None, None, None, *exchanged(ctx.handle.of_transpose(), ctx.operation.transpose(), filled, given)
+        found = exchanged(ctx.handle.of_transpose(), ctx.operation.transpose(), filled, given)
+        return None, None, None, None, *found, *more
 
 
 def exchanged(
@@ -135,9 +166,14 @@ def exchanged(
     if not met.found or not met.is_needed:
         return _some(met.found, met.reached)
     # On all slots, if on one: a gradient meets the others as the collective did.
-    found = Known.apply(handle, operation, (gang.run, key), met.found, *attached(tensors))
+    more = _more(operation)
+    # A leaf stands for those outside that others lead to, so that all keep a graph if one does.
+    tensors = attached(tensors) if met.is_from_outside or not more else tensors
+    is_recorded = torch.is_grad_enabled()
+    with torch.set_grad_enabled(is_recorded or bool(more)):  # where the gradients of other slots will meet
+        found = _without(Known.apply(handle, operation, (gang.run, key), met.found, *tensors, *more), len(tensors))
     note_nodes(found)
-    return _some(found, met.reached)
+    return _some(found if is_recorded else [x.detach() for x in found], met.reached)
 
 
 def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:
@@ -160,6 +196,18 @@ class Identity(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.known, *_ = inputs
         ctx.set_materialize_grads(False)
+
+
+class Gate(Identity):
+    """What lets a gradient through only while it is open: `[True]`."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        return None, *(grads if ctx.known[0] else [None] * len(grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
 
 
 class Undifferentiable(Identity):

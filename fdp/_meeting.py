@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fdp._across import Across
+from fdp._anchors import are_from_outside
 from fdp._context import AXES, IN_PLACE, Axis
 from fdp._gang import Gang, What
 from fdp._operations import Operation
@@ -95,7 +96,7 @@ def meet(
 
     def exchanged(values: list[Any]) -> list[Met]:
         devices = [slot.device for slot in gang.slots]
-        operations, columns, needed, marks = zip(*values, strict=True)
+        operations, columns, needed, outside, marks = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
         moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
         across = gang.settings.across
@@ -105,12 +106,17 @@ def meet(
             _check_across(gang, operation.name)
             place = Place(operation.name, repr((key, kinds, operation.options())), say)
             table = talk.agree(place, table[0])
+        is_from_outside = False
+        if talk is not None or (any(needed) and not all(needed)):  # of other processes it is not known
+            is_from_outside = talk is not None or any(
+                ask() for ask, is_needed in zip(outside, needed, strict=True) if is_needed
+            )
         needed = any(row[0] for row in table)
         reached: Sequence[Sequence[bool]] = marks
         if not is_forward:
             everybody = _reached(operations[0], marks, across, all(row[1] for row in table))
             if not any(map(any, everybody)):  # everywhere, or some would wait for the others
-                return [Met([], needed, [False] * len(tensors)) for _ in marks]
+                return [Met([], needed, [False] * len(tensors), is_from_outside) for _ in marks]
             first = 0 if talk is None or across is None else across.offset
             reached = everybody[first : first + len(marks)]
         if across is None or talk is None:
@@ -124,10 +130,10 @@ def meet(
                 seen.add(id(x))
         for other in operations[1:]:
             vars(other).update(vars(operations[0]))  # the sizes that it has seen
-        return [Met(result, needed, each) for result, each in zip(results, reached, strict=True)]
+        return [Met(result, needed, each, is_from_outside) for result, each in zip(results, reached, strict=True)]
 
     own = [x.detach() for x in sent] if not gang.settings.joint and depth() == 0 else sent
-    value = operation, own, needs, [True] * len(tensors) if given is None else given
+    value = operation, own, needs, are_from_outside(tensors), [True] * len(tensors) if given is None else given
     met = gang.meet(index, key, What(operation.name, (same, kinds), say), value, combine)
     return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
 
@@ -143,11 +149,15 @@ def _reached(
 
 
 class Met(NamedTuple):
-    """The results for a slot, whether some slot needs a gradient, and which results are made of what was given."""
+    """The results for a slot, whether some slot needs a gradient, and which results are made of what was given.
+
+    Where some need one and others do not: whether it goes to leaves outside of the function that is differentiated.
+    """
 
     found: list[Tensor]
     is_needed: bool
     reached: Sequence[bool]
+    is_from_outside: bool
 
 
 OF = "gradient of"

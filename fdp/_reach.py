@@ -135,21 +135,6 @@ def edge_of(node: Any) -> tuple[GradientEdge, Tensor]:
     return GradientEdge(node, i), torch.zeros(shape, dtype=dtype, device=device)
 
 
-def meet_only(out: Tensor, inputs: Sequence[Tensor], *, create_graph: bool) -> list[Grad]:
-    """The gradients in the inputs of what others make of them, where the output itself counts nothing."""
-    part = Part.of([out], inputs)
-    nodes = part.beside([None], part.meetings)
-    if not nodes:
-        return [None] * len(inputs)
-    edges: Any
-    edges, zeros = zip(*map(edge_of, nodes), strict=True)
-    before = ONLY_MEETS.set(frozenset(nodes))
-    try:
-        return list(torch.autograd.grad(edges, inputs, zeros, create_graph=create_graph, allow_unused=True))
-    finally:
-        ONLY_MEETS.reset(before)
-
-
 def waited_for(parts: Sequence[Part], given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
     """For each slot, the nodes where others wait for it in a backward though no gradient of its own leads there.
 

@@ -1,0 +1,88 @@
+"""What a backward holds on to, so that it comes to each collective of the function that is differentiated.
+
+Slots meet in a backward as they met before. Autograd comes only to what leads from the loss to the inputs, and that may
+not be the same in all slots: one takes another branch, or does not use a result. So each collective takes one more
+input, without elements, and has one more output. A backward that begins at these too, beside the loss, and ends at that
+input too, comes to all collectives.
+"""
+
+import contextvars
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+T = TypeVar("T")
+
+
+@final
+class Anchor:
+    """One more input of a function that is differentiated, beside others, and what its collectives have made of it."""
+
+    def __init__(self, start: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+        self.start, self._inputs = start, inputs
+        self._ends: list[Tensor] = []
+
+    def ends(self) -> list[Tensor]:
+        """What is made of it. Where a transform of torch.func inside the function wrapped it, what is inside."""
+        return [functorch.unwrap_if_dead(x) for x in self._ends]
+
+    def add(self, end: Tensor) -> None:
+        """Keep what a collective has made of it."""
+        self._ends.append(end)
+
+    def is_passed(self, made: Iterable[Tensor]) -> bool:
+        """Whether something is made of a leaf outside of the function, which is not one of the inputs."""
+        inputs = {id(x) for x in (*self._inputs, self.start, *starts())}
+        stack, seen = [tensor.grad_fn for tensor in made], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            parents = node.next_functions
+            if not parents:  # the nodes of leaves, and few others
+                variable = getattr(node, "variable", None)
+                if variable is not None and id(variable) not in inputs:
+                    return True
+            stack.extend([parent for parent, _ in parents])
+        return False
+
+    def within(self, call: Callable[[], T], *, around: bool = True) -> T:
+        """What the function returns; `around`: its collectives belong to functions around it as well."""
+        if torch.compiler.is_compiling():
+            return call()
+        before = ANCHORS.set((*(ANCHORS.get() if around else ()), self))
+        try:
+            return call()
+        finally:
+            ANCHORS.reset(before)
+
+
+ANCHORS: contextvars.ContextVar[tuple[Anchor, ...]] = contextvars.ContextVar("fdp_anchors", default=())
+
+
+def are_from_outside(made: Sequence[Tensor]) -> Callable[[], bool]:
+    """What says whether something is made of a leaf outside of the innermost function that is differentiated here."""
+    anchors = ANCHORS.get()
+    return partial(anchors[-1].is_passed, made) if anchors else lambda: True
+
+
+def no_elements() -> Tensor:
+    """A tensor to begin with."""
+    return torch.zeros(0, device="cpu")
+
+
+def starts() -> list[Tensor]:
+    """What a collective takes more, for each function that is differentiated here."""
+    return [anchor.start for anchor in ANCHORS.get()]
+
+
+def add_ends(ends: Sequence[Tensor]) -> None:
+    """Keep what a collective has made of it."""
+    for anchor, end in zip(ANCHORS.get(), ends, strict=True):
+        anchor.add(end)

@@ -16,7 +16,7 @@ ONLY_MEETS: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("fdp
 """Nodes that have a part in a backward only because other slots wait for them there: they bring no gradient."""
 
 MET: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("fdp_met", default=None)
-"""Takes the nodes that a backward makes where slots meet, for a gradient of the gradient."""
+"""Takes the nodes that are made where slots meet: others may wait for this slot there in a gradient."""
 
 
 class Meeting(NamedTuple):
@@ -33,7 +33,7 @@ class Meeting(NamedTuple):
 
 
 def note_nodes(made: Sequence[Tensor]) -> None:
-    """Keep the node that has just made these: others may wait for this slot there in a gradient of the gradient."""
+    """Keep the node that has just made these."""
     met = MET.get()
     if met is not None:
         met += {x.grad_fn for x in made if x.grad_fn is not None}  # integers have none

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fdp._anchors import add_ends, starts
 from fdp._reach import MET, ONLY_MEETS, Grad, Meeting, Part, edge_of, kinds_of, note_nodes, refuse_batched, waited_for
 from fdp._tree import map_tensors
 from fdp._typing import Tree
@@ -27,11 +28,16 @@ class Made(NamedTuple):
     met: Sequence[Any] = ()
 
 
-def made(call: Callable[[], Tree]) -> Made:
-    """What a call makes in this thread."""
-    MET.set(None)
-    result = call()
-    return Made(result, _C._autograd._get_sequence_nr())
+def made(call: Callable[[], Tree], token: object) -> Made:
+    """What the call with this token makes in this thread, and where it has met slots of calls around it."""
+    met: list[Any] = []
+    before = MET.set(met)
+    try:
+        result = call()
+    finally:
+        MET.reset(before)
+    elsewhere = [node for node in met if node.meeting is not None and node.meeting.token is not token]
+    return Made(result, _C._autograd._get_sequence_nr(), elsewhere)
 
 
 class Runs(NamedTuple):
@@ -85,10 +91,12 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
         return results
     places = {key: i for i, key in enumerate(outer)}
     lasts = [each.last for each in made]
-    graph = _Graph(parts, [[places[key] for key in keys] for keys in targets], lasts, runs, meets_elsewhere)
-    found = _Stitch.apply(graph, *outer.values())
+    graph = _Graph(parts, [[places[key] for key in keys] for keys in targets], lasts, runs, meets_elsewhere, len(outer))
+    found = _Stitch.apply(graph, *outer.values(), *(starts() if meets_elsewhere else ()))
     if meets_elsewhere:
-        note_nodes(found)
+        count = sum(len(part.outs) for part in parts)
+        note_nodes(found[:count])
+        add_ends(found[count:])
     rest = iter(found)
     new = [{id(x): next(rest) for x in part.outs} for part in parts]
     return [map_tensors(lambda x, own=own: own.get(id(x), x), each) for own, each in zip(new, results, strict=True)]
@@ -114,6 +122,7 @@ class _Graph(NamedTuple):
     lasts: list[int]
     runs: Runs
     meets_elsewhere: bool  # slots of other calls, around this one
+    count: int  # of the caller's tensors
 
     def waited_for(self, given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
         """For each slot, the nodes where others wait for it though no gradient leads there."""
@@ -134,13 +143,14 @@ class _Graph(NamedTuple):
 
 class _Stitch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, *outer: Tensor) -> Any:
+    def forward(ctx: Any, graph: _Graph, *tensors: Tensor) -> Any:
+        outer, more = tensors[: graph.count], tensors[graph.count :]
         ctx.graph, ctx.kept = graph, None
         ctx.save_for_backward(*outer)
         ctx.set_materialize_grads(False)  # what has no part in a loss gets no gradient: 0 times inf is NaN
         found = tuple(x.detach() for part in graph.parts for x in part.outs)
         ctx.meeting = Meeting(None, object(), kinds_of(found)) if graph.meets_elsewhere else None
-        return found
+        return *found, *(x.clone() for x in more)
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
@@ -154,7 +164,8 @@ class _Stitch(torch.autograd.Function):
         create = torch.is_grad_enabled()
         if not (create or _C._autograd._get_current_graph_task_keep_graph()):
             ctx.graph = None
-        rest = iter([None] * len(grads) if ctx in ONLY_MEETS.get() else grads)
+        count = sum(len(part.outs) for part in graph.parts)
+        rest = iter([None] * count if ctx in ONLY_MEETS.get() else grads)
         outer = [[next(rest) for _ in part.outs] for part in graph.parts]
         given = outer
         if create:
@@ -171,6 +182,7 @@ class _Stitch(torch.autograd.Function):
             for grad, place in zip(each, targets, strict=True):
                 if grad is not None:
                     sums[place] = grad if sums[place] is None else sums[place] + grad.to(sums[place].device)
+        sums += grads[count:]  # of anchors
         if all(grad is None for grad, (node, _) in zip(sums, parents, strict=True) if _is_wanted(node)):
             ctx.graph, ctx.kept = graph, saved  # on one device, autograd would not have come here
         return None, *sums

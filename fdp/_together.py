@@ -61,7 +61,7 @@ def run_together(
     if joint or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _in_order(_run(tasks, slots, groups, settings, token, here=here), groups)
     trees, ends = zip(*(isolated(task.tree) for task in tasks), strict=True)
-    own = [functools.partial(_make, task.run, tree) for task, tree in zip(tasks, trees, strict=True)]
+    own = [functools.partial(_make, token, task.run, tree) for task, tree in zip(tasks, trees, strict=True)]
     results, failures = _in_order(_run(own, slots, groups, settings, token, here=here), groups)
     if failures:
         return results, failures
@@ -82,8 +82,8 @@ def run_together(
     return stitched(results, list[Ends](ends), runs), []
 
 
-def _make(run: Callable[[Tree], Any], tree: Tree) -> Made:
-    return made(lambda: run(tree))
+def _make(token: object, run: Callable[[Tree], Any], tree: Tree) -> Made:
+    return made(lambda: run(tree), token)
 
 
 def _run(

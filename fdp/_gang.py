@@ -21,6 +21,7 @@ class What(NamedTuple):
     name: str
     same: Any
     say: Callable[[], str]
+    advice: str = "All shards must call the same collectives in the same order"
 
 
 class Settings(NamedTuple):
@@ -125,14 +126,14 @@ class Gang:
         said = []
         for other in missing:
             if other in self._ended:
-                said.append(f"shard {self.first + other} {self._ended[other]}")
+                said.append(f"shard {self.first + other}, which {self._ended[other]}")
                 continue
             at = [meeting.named(other) for meeting in list(self._meetings.values()) if other in meeting.whats]
             at += [wait.where.name for wait in self.turns.waits() if (self, other) in wait.where.inside]
-            name = f"shard {self.first + other}"
+            name = f"shard {self.first + other}, which"
             waits = " and ".join(x + " elsewhere" * (x == own) for x in dict.fromkeys(at))
             said.append(f"{name} waits in {waits}" if at else f"{name} has not come to it")
-        return ", ".join(said)
+        return ", and for ".join(said)
 
 
 class Where(NamedTuple):
@@ -183,11 +184,11 @@ class _Meeting:
             soon(partial(self._gang.turns.resolve, list(self.waits.values())))
 
     def explain(self, index: int) -> Exception:
-        """Why a slot waits in vain."""
+        """Whom a slot waits for that will not come."""
         name, missing = self.named(index), self.missing()
         error = Abandoned(
-            f"{name} in shard {self._gang.first + index} waits in vain: {self._gang.where(missing, name)}. "
-            "All shards must call the same collectives in the same order"
+            f"{name} in shard {self._gang.first + index} waits for {self._gang.where(missing, name)}. "
+            f"{self.whats[index].advice}"
         )
         error.follows = self._gang.have_ended(missing)
         return error

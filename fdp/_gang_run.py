@@ -241,7 +241,7 @@ class _Run:
                     raise
         finally:
             check_process(self._gang.process)
-            self._gang.end(index, self._how(index))  # before its turn ends, and somebody waits in vain
+            self._gang.end(index, self._how(index))  # before its turn ends, and nobody can go on
             member.end()
 
     def _how(self, index: int) -> str:

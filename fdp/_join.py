@@ -71,7 +71,7 @@ def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch
         name, memo = flat.path(index), {}
         return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))
     if spec is None:
-        column = column[:1]  # the others are not moved in vain
+        column = column[:1]  # nobody needs the others on this device
     moved = [copy(value, device, flat, index) if isinstance(value, torch.Tensor) else value for value in column]
     if spec == "list":
         return moved

@@ -134,7 +134,8 @@ def meet(
 
     own = [x.detach() for x in sent] if not gang.settings.joint and depth() == 0 else sent
     value = operation, own, needs, are_from_outside(tensors), [True] * len(tensors) if given is None else given
-    met = gang.meet(index, key, What(operation.name, (same, kinds), say), value, combine)
+    what = What(operation.name, (same, kinds), say)
+    met = gang.meet(index, key, what if is_forward else what._replace(advice=_IN_A_GRADIENT), value, combine)
     return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
 
 
@@ -161,6 +162,11 @@ class Met(NamedTuple):
 
 
 OF = "gradient of"
+_IN_A_GRADIENT = (
+    "This is in a gradient. All shards must take the same gradients in the same order. torch.autograd.grad and "
+    "torch.func.grad inside the function need a result that depends on what is differentiated in all shards; fdp.grad "
+    "does not"
+)
 
 
 def _check_across(gang: Gang, name: str) -> None:

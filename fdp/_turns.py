@@ -9,7 +9,7 @@ given back (forward mode, a module that is called in place) begins when nobody e
 
 A thread is waited for as long as it can go on by itself: it runs, it is ready to, or it is expected to enter. One that
 waits for threads that it has started is expected from when the last of them has ended, and not before. So if nobody can
-go on by himself, all that wait do so in vain, and are told.
+go on by himself, all that wait would wait for ever, and are told.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ def this_member() -> Member | None:
 
 @final
 class Wait:
-    """Why a member waits; `explain` says what for if it is in vain. `where` is for the explanations of others."""
+    """Why a member waits; `explain` says what for if that does not come. `where` is for the explanations of others."""
 
     def __init__(self, explain: Callable[[], BaseException], where: Any = None) -> None:
         self.explain: Callable[[], BaseException] | None = explain
@@ -187,7 +187,7 @@ class Turns:
         self._waiting: list[tuple[Member, Wait]] = []
 
     def expect(self, count: int, parent: Member | None = None) -> None:
-        """So many threads are about to enter, for which a parent waits: while they do, nobody waits in vain."""
+        """So many threads are about to enter, for which a parent waits: while they do, somebody can go on."""
         with self._lock:
             self._expected += count
             if parent is not None:
@@ -261,7 +261,7 @@ class Turns:
         while not member.gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
             with self._lock:
                 if not wait.is_over:
-                    self._resolve([wait], in_vain=True)
+                    self._resolve([wait], is_given_up=True)
                 self._next()
             deadline = time.monotonic() + PATIENCE
 
@@ -271,10 +271,10 @@ class Turns:
             self._resolve(waits)
             self._next()
 
-    def _resolve(self, waits: Sequence[Wait], *, in_vain: bool = False) -> None:
+    def _resolve(self, waits: Sequence[Wait], *, is_given_up: bool = False) -> None:
         for wait in waits:
             wait.is_over = True
-            if in_vain and wait.explain is not None:
+            if is_given_up and wait.explain is not None:
                 wait.error = wait.explain()
             wait.explain = None  # which refers to what was waited for
         over = [member for member, wait in self._waiting if wait.is_over]
@@ -284,7 +284,7 @@ class Turns:
 
     def _next(self) -> None:
         if not (self._running or self._ready or self._solo or self._expected):
-            self._resolve([wait for _, wait in self._waiting], in_vain=True)
+            self._resolve([wait for _, wait in self._waiting], is_given_up=True)
         while self._ready and self._running < self.limit and not self._is_solo:
             self._running += 1
             self._ready.popleft().gate.release()

@@ -1,7 +1,7 @@
 """What processes say to each other, over torch.distributed: that they are at the same place, sums, and their tensors.
 
 Before any data there is a header, which all processes compare. Who has failed says so in the header that the others
-wait for, so that nobody waits in vain and all are at the same place again afterwards.
+wait for, so that nobody waits for one who does not come, and all are at the same place again afterwards.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class Wire:
     def _explain(self, place: Place, said: Sequence[tuple[str, str, str | None]]) -> str:
         failed = [f"process {rank} {how}" for rank, (_, _, how) in zip(self.ranks, said, strict=True) if how]
         if failed:
-            return f"{place.name} in process {self.rank} is in vain: {'; '.join(failed)}"
+            return f"{place.name} in process {self.rank} fails: {'; '.join(failed)}"
         if any(name != place.name for name, _, _ in said):
             each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
             return f"the processes are at different places: {each}. All must do the same in the same order"

@@ -1354,8 +1354,12 @@ WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     ),
     "dim": (lambda i: fdp.psum_scatter(X, dim=2), ValueError, r"psum_scatter: dim 2 is out of range"),
     "dim-type": (lambda i: fdp.psum_scatter(X, dim=True), TypeError, r"psum_scatter: a dim must be an int"),
-    "some": (lambda i: fdp.psum(X) if i else None, RuntimeError, r"psum.*shard 0 has returned"),
-    "more": (lambda i: [fdp.psum(X) for _ in range(2 - i)], RuntimeError, r"psum in shard 0.*shard 1 has returned"),
+    "some": (lambda i: fdp.psum(X) if i else None, RuntimeError, r"psum.*shard 0, which has returned"),
+    "more": (
+        lambda i: [fdp.psum(X) for _ in range(2 - i)],
+        RuntimeError,
+        r"psum in shard 0.*shard 1, which has returned",
+    ),
 }
 
 

@@ -341,7 +341,7 @@ def test_a_shard_that_compiles_runs_alone(backend: str):
 
     def noting(graph: Any, inputs: Any) -> Any:
         # The first time for each number of rows: torch checks without a lock whether it must compile anew, and rarely
-        # does so in vain.
+        # compiles twice.
         beside.setdefault((current[0], inputs[0].requires_grad), running[0])
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 

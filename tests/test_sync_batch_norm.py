@@ -592,5 +592,5 @@ def test_a_slot_that_skips_it():
     def some(state: Any, x: Tensor) -> Any:
         return apply(state, x)[0] if fdp.axis_index() == 0 else x
 
-    with pytest.raises(RuntimeError, match="psum in shard 0 waits in vain: shard 1 has returned"):
+    with pytest.raises(RuntimeError, match="psum in shard 0 waits for shard 1, which has returned"):
         fdp.dp_apply(some, state, batch(4, 2), TWO)

@@ -1,4 +1,4 @@
-"""Threads that take turns: who runs beside whom, and when those that wait are told that they do so in vain."""
+"""Threads that take turns: who runs beside whom, and when those that wait are told that nobody comes."""
 
 import threading
 import time
@@ -49,8 +49,8 @@ def start(
 
 def wait(member: Member) -> str:
     """Wait for what nobody does; what is said about it."""
-    with pytest.raises(Abandoned, match=r"^in vain$") as caught:
-        member.wait(Wait(lambda: Abandoned("in vain")))
+    with pytest.raises(Abandoned, match=r"^nobody comes$") as caught:
+        member.wait(Wait(lambda: Abandoned("nobody comes")))
     return str(caught.value)
 
 
@@ -65,7 +65,7 @@ def test_all_that_wait_are_told_when_nobody_is_left(limit: int, own: bool):
     last.begin()
     last.end()
     within(LIMIT, lambda: [thread.join() for thread in threads])
-    assert told == ["in vain"] * 3
+    assert told == ["nobody comes"] * 3
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -87,14 +87,14 @@ def test_one_that_waits_for_its_children_keeps_nobody_waiting(limit: int, levels
     threads = [start(turns, work) for _ in range(2)]
     turns.expect(-1)
     within(LIMIT, lambda: [thread.join() for thread in threads])
-    assert told == ["in vain"] * 2 ** (levels + 1)
+    assert told == ["nobody comes"] * 2 ** (levels + 1)
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_one_whose_children_have_ended_is_waited_for(early: bool):
     """Also where they end before it waits for them."""
     turns, ended = Turns(2), []
-    found = Wait(lambda: Abandoned("in vain"))
+    found = Wait(lambda: Abandoned("nobody comes"))
 
     def waits(member: Member) -> None:
         member.wait(found)
@@ -124,7 +124,7 @@ def test_others_that_run_hide_nobody():
     busy = start(Turns(1), lambda _: over.wait(LIMIT))
     stuck = start(Turns(1), lambda member: told.append(wait(member)))
     within(LIMIT, stuck.join)
-    assert told == ["in vain"]
+    assert told == ["nobody comes"]
     assert busy.is_alive()
     over.set()
     within(LIMIT, busy.join)
@@ -141,7 +141,7 @@ def test_one_with_belongings_runs_alone_and_waits_without_them():
                 most.append(len(running))
             time.sleep(0.0005)
             running.remove(member)
-            mine = Wait(lambda: Abandoned("in vain"))
+            mine = Wait(lambda: Abandoned("nobody comes"))
             turns.resolve(waits)
             waits[:] = [mine]
             try:

@@ -45,7 +45,7 @@ class Pool:
                 raise AssertionError(f"process {rank} has not answered within {LIMIT:g} s")
             found.append(pipe.recv())
         if any(isinstance(result, Failure) and "could not reach" in result.message for result in found):
-            self.close()  # a group that has waited in vain is of no more use
+            self.close()  # a group in which one has not come is of no more use
         return found
 
     def _start(self) -> None:

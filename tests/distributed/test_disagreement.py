@@ -58,7 +58,7 @@ def check(pool: Pool, name: str) -> list[Failure]:
             continue
         assert isinstance(outcome, Failure), f"process {rank} has not failed: {outcome}"
         kind, pattern = expected
-        assert "could not reach" not in outcome.message, f"process {rank} has waited in vain: {outcome}"
+        assert "could not reach" not in outcome.message, f"process {rank} has waited until the limit: {outcome}"
         assert re.fullmatch(kind, outcome.kind), f"process {rank}: {outcome.text}"
         assert re.search(pattern, outcome.message), f"process {rank}: {outcome}"
     for total in pool(works, CASES[name].slots):
@@ -226,7 +226,7 @@ def replicate_one_checks_values(mesh: Any) -> None:
     replicated(mesh, torch.ones(3), check_values=mesh.rank == 1)
 
 
-@case(("RuntimeError", r"replicate in process 0 is in vain: process 1 has raised TypeError"), ("TypeError", "already"))
+@case(("RuntimeError", r"replicate in process 0 fails: process 1 has raised TypeError"), ("TypeError", "already"))
 def replicate_of_a_replicated(mesh: Any) -> None:
     held = fdp.replicate(torch.ones(3), mesh)
     fdp.replicate(held if mesh.rank else torch.ones(3), mesh)
@@ -236,7 +236,7 @@ def replicate_of_a_replicated(mesh: Any) -> None:
 
 
 def elsewhere(where: str, how: str, rank: int = 1) -> tuple[str, str]:
-    return "RuntimeError", rf"{where}.* in vain: process {rank} has raised {how}"
+    return "RuntimeError", rf"{where}.* fails: process {rank} has raised {how}"
 
 
 def odd(mesh: Any, rank: int = 1) -> None:

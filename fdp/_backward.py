@@ -136,13 +136,13 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
     live = [i for i, f in enumerate(forwards) if ends[i] or (i in given and f.aliases)]
     grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
     if live:
-        roots = {losses[i]: torch.full_like(losses[i], seeds[i]) for i in live if i in given}
-        roots |= {end: torch.zeros_like(end) for i in live for end in ends[i]}
+        roots = [(losses[i], torch.full_like(losses[i], seeds[i])) for i in live if i in given]
+        roots += [(end, torch.zeros_like(end)) for i in live for end in ends[i]]
         found = iter(
             torch.autograd.grad(
-                [*roots],
+                [root for root, _ in roots],
                 [x for i in live for x in (*forwards[i].aliases, forwards[i].anchor.start)],
-                [*roots.values()],
+                [grad for _, grad in roots],
                 create_graph=graph,
                 allow_unused=True,
             )

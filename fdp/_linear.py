@@ -129,10 +129,10 @@ def _without(found: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     return found[:count]
 
 
-def _cut(ctx: Any, grads: Sequence[Grad]) -> tuple[Sequence[Grad], Sequence[Grad]]:
+def _cut(ctx: Any, grads: tuple[Grad, ...]) -> tuple[tuple[Grad, ...], tuple[Grad, ...]]:
     """The gradients of what was exchanged, and those of anchors."""
     count = len(ctx.meeting.kinds)
-    return [None] * count if ctx in ONLY_MEETS.get() else grads[:count], grads[count:]
+    return (None,) * count if ctx in ONLY_MEETS.get() else grads[:count], grads[count:]
 
 
 class Known(torch.autograd.Function):

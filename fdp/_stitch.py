@@ -122,7 +122,7 @@ class _Graph(NamedTuple):
     lasts: list[int]
     runs: Runs
     meets_elsewhere: bool  # slots of other calls, around this one
-    count: int  # of the caller's tensors
+    width: int  # how many tensors of the caller
 
     def waited_for(self, given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
         """For each slot, the nodes where others wait for it though no gradient leads there."""
@@ -144,7 +144,7 @@ class _Graph(NamedTuple):
 class _Stitch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _Graph, *tensors: Tensor) -> Any:
-        outer, more = tensors[: graph.count], tensors[graph.count :]
+        outer, more = tensors[: graph.width], tensors[graph.width :]
         ctx.graph, ctx.kept = graph, None
         ctx.save_for_backward(*outer)
         ctx.set_materialize_grads(False)  # what has no part in a loss gets no gradient: 0 times inf is NaN

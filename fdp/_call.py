@@ -12,6 +12,7 @@ from fdp._across import Across
 from fdp._dims import Plan, microbatched
 from fdp._executors import check_options
 from fdp._guards import is_forward_mode
+from fdp._listing import names
 from fdp._place import Memo, common_processes, flatten_args, held_slots, place, plan_args
 from fdp._processes import Processes, processes_of
 from fdp._reach import captured
@@ -223,10 +224,12 @@ def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"{where}: kwargs must be a mapping of names to values, got {type(kwargs).__name__}")
     if wrong := [name for name in kwargs if not isinstance(name, str)]:
-        raise TypeError(f"{where}: names of keyword arguments are strings, got {wrong}")
+        raise TypeError(f"{where}: names of keyword arguments are strings, got {names(wrong)}")
     each = dims if isinstance(dims, Mapping) else dict.fromkeys(kwargs, dims)
     if unknown := [name for name in each if name not in kwargs]:
-        raise ValueError(f"{where}: kwarg_dims names {unknown}, but the keyword arguments are {list(kwargs)}")
+        raise ValueError(
+            f"{where}: kwarg_dims names {names(unknown)}, but the keyword arguments are {names(list(kwargs))}"
+        )
     return {k: Arg(f"kwargs[{k!r}]", value, each.get(k, 0), "kwarg_dims") for k, value in kwargs.items()}
 
 

@@ -10,7 +10,7 @@ from fdp._gang import What
 from fdp._guards import is_forward_mode
 from fdp._linear import Fence, Handle, Note, Undifferentiable, exchanged, linked
 from fdp._listing import listed
-from fdp._meeting import axis_of, depth, gang_of, inside, meet
+from fdp._meeting import axis_of, depth, gang_of, inside, meet, said_of
 from fdp._operations import Extreme, Operation
 from fdp._over_processes import everywhere
 from fdp._tree import flatten, unflatten
@@ -59,7 +59,7 @@ def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[A
     key = gang.number(index, gang.number(index, ("forward", inside(axis))))
 
     def say() -> str:
-        return "a number" if same[0].is_leaf() else f"numbers as {str(same[0]).removeprefix('PyTreeSpec')}"
+        return said_of(same, ["a tensor"] * sum(same[1]))
 
     return gang.meet(index, key, What(where, ("numbers", same), say), numbers, combine)
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 from fdp._known import Safe
-from fdp._listing import listed
+from fdp._listing import names
 from fdp._returned import note
 from fdp._skeleton import Skeleton
 from fdp._tree import register_leaf
@@ -190,8 +190,8 @@ def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expect
     for what, tree, expected in (("params", params, expected_params), ("buffers", buffers, expected_buffers)):
         missing = [name for name in expected if name not in tree]
         unexpected = [name for name in tree if name not in expected]
-        problems += [f"{what} lacks [{listed(missing, repr)}]"] if missing else []
-        problems += [f"{what} has unexpected [{listed(unexpected, repr)}]"] if unexpected else []
+        problems += [f"{what} lacks {names(missing)}"] if missing else []
+        problems += [f"{what} has unexpected {names(unexpected)}"] if unexpected else []
     raise ValueError(f"apply: {'; '.join(problems)}. Pass (params, buffers) with the names functional(module) returns")
 
 
@@ -199,7 +199,7 @@ def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
     written = [path for path, version in after.items() if before.get(path, version) != version]
     if written:
         raise RuntimeError(
-            f"apply: forward wrote in place to [{listed(written, repr)}], plain tensor attributes that all calls "
+            f"apply: forward wrote in place to {names(written)}, plain tensor attributes that all calls "
             "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
             "returns them"
         )
@@ -222,7 +222,7 @@ def _check_params(params: Tensors, before: list[int]) -> None:
         return
     written = [name for name, old, new in zip(params, before, after, strict=False) if old != new]
     raise RuntimeError(
-        f"apply: forward wrote in place to the parameters [{listed(written, repr)}], which may hold the change now. "
+        f"apply: forward wrote in place to the parameters {names(written)}, which may hold the change now. "
         "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"
     )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 from fdp._across import Across
 from fdp._context import AXES, Slot, check_process, text_of
 from fdp._guards import firm
+from fdp._listing import differing
 from fdp._shield import soon
 from fdp._state import ThreadState
 from fdp._turns import Abandoned, Turns, Wait, this_member
@@ -202,5 +203,5 @@ class _Meeting:
                 f"the shards call different collectives: {each}. All must call the same in the same order"
             )
         if any(what.same != first.same for _, what in whats):
-            each = ", ".join(f"{what.say()} in shard {i}" for i, what in whats)
+            each = differing([what.say() for _, what in whats], [f"shard {i}" for i, _ in whats])
             raise ValueError(f"{first.name}: the shards do not fit together: {each}")

@@ -17,6 +17,7 @@ from fdp._restart import Together
 from fdp._stages import stage
 from fdp._tensor import copy
 from fdp._transfers import report_collective
+from fdp._tree import lines_of
 from fdp._wire import Place
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -76,16 +77,15 @@ def meet(
     sent = tensors if layout is None else packed(tensors, layout)
 
     names = _Leaves(operation.name)
-    first = [(x.dtype, x.shape) for x in tensors[:8]]
+    each = [(x.dtype, x.shape) for x in tensors]
 
     def say() -> str:
-        shown = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in first)
-        structure = same
-        while isinstance(structure, tuple):
-            structure = structure[-1] if structure[0] == OF else structure[0]
-        tree = "" if structure.is_leaf() else f" as {str(structure).removeprefix('PyTreeSpec')}"
-        options = operation.options()
-        return shown + ", ..." * (len(kinds) > len(first)) + tree + (f" with {options}" if options else "")
+        return "\n".join(
+            [
+                said_of(same, [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in each]),
+                operation.options(),
+            ]
+        )
 
     is_forward = given is None
     needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -167,6 +167,16 @@ _IN_A_GRADIENT = (
     "torch.func.grad inside the function need a result that depends on what is differentiated in all shards; fdp.grad "
     "does not"
 )
+
+
+def said_of(same: Any, tensors: Sequence[str]) -> str:
+    """The tree of a collective, or of its gradient, in lines that can be compared: what is said of its tensors."""
+    while same[0] == OF:
+        same = same[1]
+    structure, are_tensors, _ = same
+    texts = iter(tensors)
+    lines = lines_of(structure, [next(texts) if each else "a number" for each in are_tensors], "tree")
+    return "\n".join([*lines, str(structure).removeprefix("PyTreeSpec")])
 
 
 def _check_across(gang: Gang, name: str) -> None:

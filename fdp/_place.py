@@ -1,6 +1,5 @@
 """From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 
 from fdp._devices import as_devices
 from fdp._dims import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
-from fdp._listing import MOST, listed
+from fdp._listing import listed, odd_first
 from fdp._processes import Processes
 from fdp._slots import Replicated, Sharded, Slots
 from fdp._tensor import copy, split
@@ -96,7 +95,7 @@ def plan_args(
         if sized:
             raise ValueError(f"{where}: {sized[0][0]} is a Sharded, which fixes the rows of each slot; drop weights")
     if any(sizes != sized[0][1] for _, sizes in sized):
-        sized = _odd_first(sized, lambda each: each[1])
+        sized = odd_first(sized, lambda each: each[1])
         each = listed(sized, lambda each: f"{each[0]} has {'+'.join(map(str, each[1]))}")
         raise ValueError(f"{where}: rows of the slots differ: {each}")
     rows = _common_rows(flats, sized, where, whole)
@@ -195,7 +194,7 @@ def _common_rows(
             flat, i, size = split[k - len(sized)]
             return f"{flat.path(i)} has {size} along {_along(flat.specs[i])}"
 
-        each = listed(_odd_first(range(len(rows)), lambda k: rows[k]), say)
+        each = listed(odd_first(range(len(rows)), lambda k: rows[k]), say)
         raise ValueError(f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split")
     return rows[0] if rows else None
 
@@ -205,16 +204,6 @@ def rows_of(leaf: Any, spec: Any) -> int:
     if spec is None or not isinstance(leaf, torch.Tensor | list | tuple):
         return -1
     return leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf)
-
-
-def _odd_first(things: Sequence[Any], key: Callable[[Any], Any]) -> Sequence[Any]:
-    """Where there are many, one of each kind first, then the second ones: a list that is cut has all kinds."""
-    seen: Counter[Any] = Counter()
-    turns: list[int] = []
-    for thing in things:
-        seen[key(thing)] += 1
-        turns.append(seen[key(thing)])
-    return things if len(things) <= MOST else [things[i] for i in sorted(range(len(things)), key=turns.__getitem__)]
 
 
 def _along(spec: Any) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fdp._beginnings import begin
-from fdp._listing import listed
+from fdp._listing import differing, listed
 from fdp._processes import Processes
 from fdp._spread import Entered
 from fdp._tree import Flat, unflatten
@@ -26,7 +26,8 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
     for rank, (other, leaves) in enumerate(every):
         _compare(rank, leaves, every[0][1])
         if other != every[0][0]:
-            raise ValueError(f"replicate: the trees differ: {other} in process {rank}, {every[0][0]} in process 0")
+            each = differing([other, every[0][0]], [f"process {rank}", "process 0"])
+            raise ValueError(f"replicate: the trees differ: {each}")
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
     shared = [_shared(x, wire) for x in tensors]
     if check_values:

@@ -10,7 +10,7 @@ import threading
 import warnings
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from fdp._inside import find_inside
-from fdp._listing import listed
+from fdp._listing import MOST, around_difference, listed, names
 from fdp._nodes import NAMESPACE, Packed, Refusal, node_functions, refusal
 from fdp._typing import Dims, Tree
 from fdp._untraced import constant_while_compiling
@@ -193,8 +193,24 @@ def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, path: str) -> t
         for accessor, left, right in zip(_child_accessors(a), a.children(), b.children(), strict=True):
             if left != right:
                 return first_difference(left, right, accessor.codify(path))
-    one, other = _describe(a), _describe(b)
-    return (path, one, other) if one != other else (path, _describe_more(a), _describe_more(b))
+    return path, *_described_apart(a, b)
+
+
+def lines_of(structure: optree.PyTreeSpec, said: Sequence[str], path: str) -> list[str]:
+    """A line for each node of a tree, and one for each leaf with what is `said` of it: texts that can be compared.
+
+    A tree that is a leaf has no path.
+    """
+    return list(said) if structure.is_leaf() else list(_lines_below(structure, iter(said), path))
+
+
+def _lines_below(structure: optree.PyTreeSpec, said: Iterator[str], path: str) -> Iterator[str]:
+    if structure.is_leaf():
+        yield f"{path} {next(said)}"
+        return
+    yield f"{path} is {_describe(structure, structure)}"
+    for accessor, child in zip(_child_accessors(structure), structure.children(), strict=True):
+        yield from _lines_below(child, said, accessor.codify(path))
 
 
 def _child_accessors(structure: optree.PyTreeSpec) -> list[optree.PyTreeAccessor]:
@@ -227,20 +243,30 @@ def _child_path(tree: Tree, index: int, path: str) -> str:
     return optree.treespec_accessors(_one_level(tree)[1])[index].codify(path)
 
 
-def _describe(structure: optree.PyTreeSpec) -> str:
+def _described_apart(a: optree.PyTreeSpec, b: optree.PyTreeSpec) -> tuple[str, str]:
+    """What two nodes are, in words that tell them apart."""
+    one, other = _describe(a, b), _describe(b, a)
+    if one == other:  # with what else a node is made of, such as the maxlen of a deque
+        more = around_difference([str(node.one_level() or node) for node in (a, b)], 200)
+        one, other = f"{one}, {more[0]}", f"{other}, {more[1]}"
+    return one, other
+
+
+def _describe(structure: optree.PyTreeSpec, beside: optree.PyTreeSpec) -> str:
+    """What a node is; of many keys those that the one `beside` it lacks."""
     if structure.is_leaf() or structure.type is None:
         return "a leaf"
     if structure.type is type(None):
         return "None"
     entries = structure.entries()
     if structure.type in _MAPPINGS:
-        return f"a {structure.type.__name__} with keys {entries}"
+        if len(entries) <= MOST:
+            return f"a {structure.type.__name__} with keys {names(entries)}"
+        others = set(beside.entries()) if beside.type in _MAPPINGS else set()
+        odd = [key for key in entries if key not in others]
+        among = f", among them {names(odd)}" if odd and others else ""
+        return f"a {structure.type.__name__} with {len(entries):,} keys{among}"
     return f"a {structure.type.__name__} of {len(entries)}"
-
-
-def _describe_more(structure: optree.PyTreeSpec) -> str:
-    """For structures that look alike: with what else a node is made of, such as the maxlen of a deque."""
-    return f"{_describe(structure)}, {structure.one_level()}"
 
 
 def _field_names(cls: Any, entries: Sequence[Any]) -> list[str] | None:
@@ -281,12 +307,12 @@ def _child_specs(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) 
     if type(tree) in _MAPPINGS:
         if type(spec) in _MAPPINGS and spec.keys() == set(keys):
             return [spec[key] for key in keys]
-    elif type(spec) in _MAPPINGS and (names := _field_names(type(tree), keys)) is not None:
-        if unknown := [name for name in spec if name not in names]:
+    elif type(spec) in _MAPPINGS and (fields := _field_names(type(tree), keys)) is not None:
+        if unknown := [name for name in spec if name not in fields]:
             raise _PrefixError(
-                f"{choices} names {unknown}, but {path()} is a {type(tree).__name__} with fields {names}"
+                f"{choices} names {names(unknown)}, but {path()} is a {type(tree).__name__} with fields {names(fields)}"
             )
-        return [spec.get(name, 0) for name in names]
+        return [spec.get(name, 0) for name in fields]
     elif type(spec) is type(tree) and all(isinstance(key, str) for key in keys):
         by_name = dict(zip(_entries(spec), given, strict=True))  # a Hugging Face output leaves out what is None
         return [by_name.get(key) for key in keys]
@@ -296,7 +322,9 @@ def _child_specs(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) 
 
 
 def _not_a_prefix(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> "_PrefixError":
-    there, here = (f"a leaf ({type(t).__name__})" if _is_leaf(t) else _describe(_one_level(t)[1]) for t in (tree, spec))
+    nodes = _one_level(tree)[1], _one_level(spec)[1]
+    each = zip((tree, spec), (_describe(*nodes), _describe(*nodes[::-1])), strict=True)
+    there, here = (f"a leaf ({type(t).__name__})" if _is_leaf(t) else described for t, described in each)
     return _PrefixError(f"{path()} is {there}, but {choices} has {here} there: not a prefix of it")
 
 

@@ -10,7 +10,6 @@ import pickle
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,6 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._buckets import buckets_of, like, summable
 from fdp._context import text_of
+from fdp._listing import differing
 from fdp._restart import Again
 from fdp._tensor import bytes_of
 from fdp._underway import Operation
@@ -159,9 +159,7 @@ class Wire:
         if any(name != place.name for name, _, _ in said):
             each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
             return f"the processes are at different places: {each}. All must do the same in the same order"
-        lines = zip_longest(*(what.split("\n") for _, what, _ in said), fillvalue="nothing")
-        differing = next((line for line in lines if len(set(line)) > 1), [what for _, what, _ in said])
-        each = ", ".join(f"{what} in process {rank}" for rank, what in zip(self.ranks, differing, strict=True))
+        each = differing([what for _, what, _ in said], [f"process {rank}" for rank in self.ranks])
         return f"{place.name}: the processes do not fit together: {each}"
 
     def objects(self, value: Any, name: str) -> list[Any]:

@@ -1,6 +1,7 @@
 """Messages about thousands of leaves: ten are named, among them the odd one, and the others counted."""
 
 import re
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,111 @@ def test_ten_of_many_leaves_are_named(name: str):
     message = str(caught.value)
     assert len(re.findall(r"leaf\d+", message)) in (10, 20), message  # twice, where it also says what is inside
     assert len(message) < 3000
+
+
+# ---- trees of thousands of leaves that differ in one
+
+
+def with_odd(x: Any, odd: Any) -> dict[str, Any]:
+    """A tree in which `leaf7` has another name where this slot is odd."""
+    tree = dict.fromkeys((f"leaf{i}" for i in range(MANY)), x)
+    if odd:
+        tree["other"] = tree.pop("leaf7")
+    return tree
+
+
+def odd_tree(x: torch.Tensor) -> dict[str, Any]:
+    return with_odd(x, fdp.axis_index())
+
+
+def slots(fn: Callable[[torch.Tensor], Any], **options: Any) -> Any:
+    return lambda: fdp.dp_apply(lambda w, x: fn(x), None, numbers(4), SLOTS, **options)
+
+
+def misfit(name: str) -> str:
+    return rf"{name} is a dict with 4,000 keys, among them \['leaf7'\], but .* a dict with 4,000 keys.*\['other'\]"
+
+
+def with_loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+    return (w * x).mean(), with_odd(w, odd=False)
+
+
+TREE, OTHER = with_odd(numbers(4), odd=False), with_odd(0, odd=True)
+LONG_STRUCTURES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "outputs": (
+        r"out is a dict with 4,000 keys, among them \['leaf7'\] in shard 0, .*, among them \['other'\] in shard 1",
+        slots(odd_tree),
+    ),
+    "other outputs": (
+        r"among them \['other0', .*, 3,990 more\] in shard 0",
+        slots(lambda x: {f"{'leaf' if fdp.axis_index() else 'other'}{i}": x for i in range(MANY)}),
+    ),
+    "order of outputs": (
+        r"keys, \.\.\..*'leaf7': \*, 'leaf8': .*\.\.\. in shard 0, .*'leaf6': \*, 'leaf8': .*\.\.\. in shard 1",
+        slots(lambda x: OrderedDict.fromkeys([*TREE] if fdp.axis_index() == 0 else [*[*OTHER][:-1], "leaf7"], x)),
+    ),
+    "in_dims": (misfit("inputs"), lambda: fdp.dp_apply(torch.add, None, TREE, SLOTS, in_dims=OTHER)),
+    "in_dims of a tuple": (
+        r"inputs is a dict with 4,000 keys, but in_dims has a list of 4000 there",
+        lambda: fdp.dp_apply(torch.add, None, TREE, SLOTS, in_dims=[0] * MANY),
+    ),
+    "out_dims": (misfit("out"), slots(lambda x: with_odd(x, odd=False), out_dims=OTHER)),
+    "kwarg_dims": (
+        misfit(r"kwargs\['x'\]"),
+        lambda: fdp.grad(loss, devices=SLOTS, kwarg_dims={"x": OTHER})(W, x=TREE),
+    ),
+    "names of kwarg_dims": (
+        r"kwarg_dims names \['other'\], but the keyword arguments are \['leaf0', .*, 3,990 more\]",
+        lambda: fdp.grad(loss, devices=SLOTS, kwarg_dims=OTHER)(W, **TREE),
+    ),
+    "aux_dims": (
+        misfit("aux"),
+        lambda: fdp.grad(with_loss, has_aux=True, devices=SLOTS, aux_dims=dict.fromkeys(OTHER, "mean"))(W, numbers(4)),
+    ),
+    "in_dims of names": (
+        r"in_dims names \['other'\], but inputs\[0\] is a Many with fields \['leaf0', .*, 3,990 more\]",
+        lambda: fdp.dp_apply(torch.add, None, [namedtuple("Many", TREE)(**TREE)], SLOTS, in_dims=[OTHER]),
+    ),
+    "psum": (
+        r"tree\['leaf7'\] float64\[2\] in shard 0, tree\['leaf70'\] float64\[2\] in shard 1",
+        slots(lambda x: fdp.psum(odd_tree(x))),
+    ),
+    "psum of numbers": (
+        r"tree\['leaf7'\] a number in shard 0, tree\['leaf70'\] a number in shard 1",
+        slots(lambda x: fdp.psum(with_odd(1, fdp.axis_index()))),
+    ),
+    "psum of lists": (
+        r"tree\['x'\] is a list of 4000 in shard 0, tree\['x'\] is a list of 4001 in shard 1",
+        slots(lambda x: fdp.psum({"w": x, "x": [x] * (MANY + fdp.axis_index())})),
+    ),
+    "pmean": (r"tree\['leaf7'\] .* in shard 0, tree\['leaf70'\] .*", slots(lambda x: fdp.pmean(odd_tree(x)))),
+    "all_gather": (r"tree\['leaf7'\] .* in shard 0, tree\['leaf70'\] .*", slots(lambda x: fdp.all_gather(odd_tree(x)))),
+    "ppermute": (
+        r"ppermute: .* tree\['leaf7'\] float64\[2\] in shard 0, tree\['leaf7'\] float64\[1\] in shard 1",
+        slots(lambda x: fdp.ppermute({**TREE, "leaf7": x[fdp.axis_index() :]}, [(0, 1)])),
+    ),
+    "containers": (
+        r"tree is a OrderedDict with keys \['a'\] in shard 0, tree is a dict with keys \['a'\] in shard 1",
+        slots(lambda x: fdp.psum([OrderedDict, dict][fdp.axis_index()](a=x))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_STRUCTURES)
+def test_trees_that_differ_in_one_of_many_leaves(name: str):
+    message, fail = LONG_STRUCTURES[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        fail()
+    assert all(len(text) < 2000 for text in (str(caught.value), *getattr(caught.value, "__notes__", ())))
+
+
+def test_many_slots_that_differ_are_counted():
+    def fn(w: Any, x: torch.Tensor) -> Any:
+        return fdp.psum(torch.ones(2 + (fdp.axis_index() == 15)))
+
+    message = r"float32\[2\] in shard 0, float32\[3\] in shard 15, float32\[2\] in shard 1, .*, 6 more\n"
+    with pytest.raises(ValueError, match=message):
+        fdp.dp_apply(fn, None, numbers(16), fdp.virtual_devices(16))
 
 
 def test_the_odd_leaf_is_named_first():

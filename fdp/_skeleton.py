@@ -36,7 +36,8 @@ class Skeleton:
 
     `trusted` says that calling the clone is calling the module: nothing that the two share leads back to the module.
     Unless `cyclic`, a skeleton does not keep its module alive. If it `shares`, what a call puts into lists, dicts and
-    sets of the module is in those of the module at once; containers with modules in them are never shared.
+    sets of the module is in those of the module at once; containers with modules in them are never shared. They are
+    `separable` if nothing else leads to what is shared, so that a clone can be given copies of its own.
     """
 
     def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
@@ -57,6 +58,8 @@ class Skeleton:
         self._slots_of = [(id(owner) in registered, kind, box.seen, box.clone) for owner, kind, box in walk.slots]
         self._watch(walk)
         self._place(module)
+        self._fillable = walk.fillable() if self._is_safe else []
+        self.separable = not self._fillable or not leads_to(walk.shared, walk.unsettled())
         self.reset()
         self._parts = [*self._clones, *self._own, *(box.clone for box in walk.boxes if not box.seen)]
         del walk
@@ -182,6 +185,11 @@ class Skeleton:
         """The module's parameters and buffers by name."""
         found = dict(zip(self._names, self._slot_tensors, strict=False))
         return {name: found[name] for name in self.params}, {name: found[name] for name in self.buffers}
+
+    def fillable(self) -> Iterator[tuple[Any, Any]]:
+        """Where the clone has containers that it shares with the module and that forward may fill: holder and key."""
+        for holder, key in self._fillable:
+            yield vars(holder) if isinstance(holder, nn.Module) else holder, key
 
     def renormalised(self) -> list[str]:
         """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""

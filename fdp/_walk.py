@@ -148,6 +148,28 @@ class Walk:
             refill(clone, [self._clone(item, join_path(path, i)) for i, item in enumerate(seen)])
         return box
 
+    def fillable(self) -> list[tuple[Any, Any]]:
+        """Where clones hold common containers that a forward may fill: in modules, and in containers of the clone."""
+        found: list[tuple[Any, Any]] = []
+        for module, clone in self.modules:
+            settled = of_library(type(module).__module__)  # what its constructor puts into lists stays as it is
+            for key, value in vars(clone).items():
+                if key not in REGISTRIES and not holds_parameters(key) and self._holds_common(value, settled):
+                    found.append((clone, key))
+        for box in self.boxes:
+            items = () if isinstance(box.clone, set) else _items(box.clone)
+            found += [(box.clone, key) for key, value in items if self._holds_common(value, settled=False)]
+        return found
+
+    def unsettled(self) -> set[int]:
+        """The ids of the common containers that are more than settings."""
+        return {key for key, box in self.common.items() if not _is_setting(box.seen)}
+
+    def _holds_common(self, value: Any, settled: bool) -> bool:
+        if type(value) is tuple:
+            return any(self._holds_common(part, settled) for part in value)
+        return id(value) in self.common and not (settled and _is_setting(value))
+
     def _share_classes(self) -> None:
         """The functions of the user's own classes are shared too."""
         kinds = {type(value) for value in chain((module for module, _ in self.modules), self.shared)}
@@ -229,6 +251,17 @@ def has_gained_objects(now: Any, before: Any) -> bool:
     """Whether a container has more than it had that is not made of numbers, strings and tensors alone."""
     known = set(map(id, _parts(before)))
     return not all(_is_plain(part) for part in _parts(now) if id(part) not in known)
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
+    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
+        return len(value) > 0 and all(map(_is_setting, _parts(value)))
+    return type(value) in ATOMS
+
+
+def _items(box: Any) -> Iterable[tuple[Any, Any]]:
+    return box.items() if isinstance(box, dict) else enumerate(box)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,9 +2,10 @@
 
 import copy
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,6 +86,110 @@ def test_nothing_is_lost_in_threads():
     assert sorted(module.seen) == sorted([3, 3, 2] * 20)
     assert len(module.maps) == len(module.by_name["inner"]["layer"]) == 60
     assert module.found == {x[i, 0].item() for i in (0, 3, 6)}
+
+
+@pytest.mark.parametrize("executor", ["threads", "auto"])
+def test_replicas_in_threads_put_together_what_they_kept_in_order(executor: Any):
+    module = Filling()
+    one, x = copy.deepcopy(module), numbers(8, 3)
+    shim = DataParallel(module, CPUS, executor=executor)
+    with side_by_side():
+        for factor in (1, 2, 3):
+            shim(factor * x)
+            for part in (factor * x).chunk(3):
+                one(part)
+    assert_close_tree(contents(module), contents(one))
+    torch.cat(module.maps).square().mean().backward()
+    torch.cat(one.maps).square().mean().backward()
+    assert_close_tree(module.layer.weight.grad, one.layer.weight.grad)
+
+
+class ReadingBack(nn.Module):
+    """Keeps what it needs later in the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.cache: dict[str, Any] = {"depth": 0, "inner": [[]]}
+        self.stack, self.pair = list[Tensor](), ([], {})
+        self.alias = self.stack
+        self.with_part = {"part": self.layer, "kept": {}}
+        self.layer.kept = []  # pyright: ignore[reportArgumentType]
+        self.layer.register_forward_hook(lambda part, args, out: cast(Any, part).kept.append(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stack.append(x)
+        self.cache["x"], self.pair[1]["x"], self.with_part["kept"]["x"] = x, x, x
+        self.cache["inner"][0].append(x)
+        hidden = self.layer(x).tanh()
+        time.sleep(0.005)  # so that the others write too
+        found = [self.alias.pop(), self.cache["x"], self.pair[1]["x"], self.with_part["kept"]["x"]]
+        return torch.stack([*found, self.cache["inner"][0].pop(), cast(Any, self.layer).kept[-1], hidden], -1)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+def test_forward_reads_back_what_it_has_put_there(executor: Any):
+    module = ReadingBack()
+    one, x = copy.deepcopy(module), numbers(8, 3)
+    shim = DataParallel(module, CPUS, executor=executor)
+    with many_cores():
+        for factor in (1, 2):
+            assert_close_tree(shim(factor * x), one(factor * x))
+    assert module.stack == []
+    assert module.alias is module.stack
+    assert_close_tree(module.cache, {"depth": 0, "inner": [[]], "x": 2 * x[6:]})
+    assert_close_tree(module.with_part["kept"], {"x": 2 * x[6:]})
+
+
+class Indirect(nn.Module):
+    """Fills a list that an object of another class has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[Tensor]()
+        self.record = self.seen.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.record(x)
+        time.sleep(0.005)
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("executor", ["threads", "auto"])
+def test_replicas_run_in_order_where_something_else_leads_to_a_list(executor: Any):
+    module, x = Indirect(), numbers(8, 3)
+    with many_cores():
+        assert_close_tree(DataParallel(module, CPUS, executor=executor)(x), x)
+    assert [len(part) for part in module.seen] == [3, 3, 2]
+
+
+def test_what_replicas_do_to_containers_is_put_together():
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.by_name = [0, 0.0], {"gone": 1, "kept": [1, 2, 3], "last": 0.0}
+            self.found, self.cleared = {1.0, 2.0}, [1, 2]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.rows[0] += len(x)
+            self.rows[1] = x[0, 0].item()
+            self.by_name.pop("gone", None)
+            self.by_name["last"] = x[0, 0].item()
+            cast(Any, self.by_name).setdefault("new", []).append(len(x))
+            self.found.discard(1.0)
+            self.found.add(x[0, 0].item())
+            self.cleared[:] = [len(x)]
+            return x
+
+    x = numbers(8, 3)
+    modules = {executor: Changing() for executor in ("sequential", "threads")}
+    with many_cores():
+        for executor, module in modules.items():
+            DataParallel(module, CPUS, executor=cast(Any, executor))(x)
+    one, other = modules.values()
+    for name in ("rows", "by_name", "found", "cleared"):
+        assert getattr(one, name) == getattr(other, name)
+    assert one.by_name["new"] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])

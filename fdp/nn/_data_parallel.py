@@ -47,9 +47,15 @@ class DataParallel(nn.Module, Generic[M]):
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
     A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
-    contents tell; the copies go with the first call that needs gradients, or with the wrapper. What forward puts into
-    lists, dicts and sets of the module is there after the call; attributes that it sets are lost. Dropout draws from
-    the generators that there are: run side by side on the CPU, replicas share one, and their masks vary between runs.
+    contents tell; the copies go with the first call that needs gradients, or with the wrapper.
+
+    What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
+    lost. Unless they run in order, replicas have containers of their own until all are done. Then what each has
+    appended comes in the order of the slots, changes of an int add up, and of other values the last slot's stays.
+    Objects of other classes that the module holds are shared: pass `executor="sequential"` if forward writes to them.
+
+    Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
+    vary between runs.
 
     Args:
         module: The module, with its parameters and buffers on the first device; on a single device it is moved there.
@@ -188,7 +194,10 @@ class DataParallel(nn.Module, Generic[M]):
         own = functools.partial(self.module)
         mark(own)
         meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
-        return run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own, effects=meets))
+        separated = loan.separate(replicas if executor != "sequential" else [])
+        outputs = run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own, effects=meets))
+        separated.merge()
+        return outputs
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""

@@ -14,6 +14,7 @@ from fdp._dims import Plan
 from fdp._functional_call import keep, pool_of, take
 from fdp._skeleton import Skeleton
 from fdp.nn._buffers import write_first, write_means
+from fdp.nn._containers import Separated
 from fdp.nn._copies import copies_of
 from fdp.nn._replicas import Clone, Copied, InPlace, Lent, Stand
 from fdp.nn._replicate import check_replicable, has_scripts
@@ -57,8 +58,12 @@ class Loan:
         return [each.root for each in lent]
 
     def may_use_threads(self, replicas: Sequence[nn.Module]) -> bool:
-        """Whether all of them are clones that share nothing."""
-        return self._has_clones and all(id(replica) in self._lent for replica in replicas)
+        """Whether all of them are clones that share nothing, or nothing but containers that can be separated."""
+        return all(skeleton is not None and skeleton.separable for skeleton in map(self._skeleton_of, replicas))
+
+    def separate(self, replicas: Sequence[nn.Module]) -> Separated:
+        """Give each of these replicas its own containers."""
+        return Separated([skeleton for skeleton in map(self._skeleton_of, replicas) if skeleton is not None])
 
     def write_back(self, replicas: Sequence[nn.Module], where: str) -> None:
         """Give the module's buffers the values that the first replica has, or the mean over all."""
@@ -93,6 +98,10 @@ class Loan:
         if sizes is None or len(sizes) != replicas:
             return (1,) if replicas == 1 else None
         return sizes if any(sizes) else (1,) * replicas
+
+    def _skeleton_of(self, replica: nn.Module) -> Skeleton | None:
+        lent = self._lent.get(id(replica))
+        return lent.stand.skeleton if self._has_clones and lent is not None and isinstance(lent.stand, Clone) else None
 
     def _stand(self) -> Stand:
         if self._has_clones:

@@ -49,6 +49,11 @@ class Clone:
         self._module, self._skeleton, self.root = module, skeleton, skeleton.root
         as_replica(skeleton)
 
+    @property
+    def skeleton(self) -> Skeleton:
+        """What makes the clone."""
+        return self._skeleton
+
     def bind(self, tensors: Tensors) -> None:
         self._skeleton.bind(tensors)
 

@@ -5,6 +5,7 @@ first met: dataclasses, and what is registered with `torch.utils._pytree`. And a
 tensors is refused, because its tensors would silently be neither split nor moved.
 """
 
+import itertools
 import sys
 import threading
 import warnings
@@ -33,8 +34,8 @@ _PASSING: deque[type] = deque()
 _MOST_PASSING = 256
 
 
-class _PrefixError(ValueError):
-    """A spec tree that is not a prefix of its tree."""
+class _TreeValueError(ValueError):
+    """A tree without an end, or a spec tree that is not a prefix of its tree."""
 
 
 class _TreeTypeError(TypeError):
@@ -75,14 +76,14 @@ def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: 
         return _flatten_prefix(tree, name, dims, choices)
     except _TreeTypeError as error:
         raise TypeError(f"{where}: {error}") from None
-    except _PrefixError as error:
+    except _TreeValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
     leaves, structure = _flatten(tree, name)
     if not isinstance(dims, int | str | None):
-        _register_nodes(dims)
+        _register_nodes(dims, choices)
     if is_spec_leaf(dims) and not _is_items(dims):
         return Flat(name, leaves, [dims] * len(leaves), structure, [])
     places = _walk(dims, tree, lambda: name, choices)
@@ -133,13 +134,13 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Apply `fn` to all leaves of a tree, also to objects that hold tensors."""
     _register_nodes(tree)
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, structure = _taken_apart(tree)
     return optree.tree_unflatten(structure, list(map(fn, leaves)))
 
 
 def tensors_in(tree: Tree) -> list[torch.Tensor]:
     """All tensors of a tree."""
-    return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _taken_apart(tree, by=optree.tree_leaves) if isinstance(leaf, torch.Tensor)]
 
 
 def is_array(leaf: Any) -> bool:
@@ -309,7 +310,7 @@ def _child_specs(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) 
             return [spec[key] for key in keys]
     elif type(spec) in _MAPPINGS and (fields := _field_names(type(tree), keys)) is not None:
         if unknown := [name for name in spec if name not in fields]:
-            raise _PrefixError(
+            raise _TreeValueError(
                 f"{choices} names {names(unknown)}, but {path()} is a {type(tree).__name__} with fields {names(fields)}"
             )
         return [spec.get(name, 0) for name in fields]
@@ -321,20 +322,53 @@ def _child_specs(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) 
     raise _not_a_prefix(spec, tree, path, choices)
 
 
-def _not_a_prefix(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> "_PrefixError":
+def _not_a_prefix(spec: Dims, tree: Tree, path: Callable[[], str], choices: str) -> "_TreeValueError":
     nodes = _one_level(tree)[1], _one_level(spec)[1]
     each = zip((tree, spec), (_describe(*nodes), _describe(*nodes[::-1])), strict=True)
     there, here = (f"a leaf ({type(t).__name__})" if _is_leaf(t) else described for t, described in each)
-    return _PrefixError(f"{path()} is {there}, but {choices} has {here} there: not a prefix of it")
+    return _TreeValueError(f"{path()} is {there}, but {choices} has {here} there: not a prefix of it")
+
+
+def _taken_apart(tree: Tree, name: str | None = None, by: Callable[..., Any] = optree.tree_flatten) -> Any:
+    """What optree makes of a tree, or an error that says where it has no end."""
+    try:
+        return by(tree, namespace=NAMESPACE)
+    except RecursionError:
+        place = _inside_itself(tree, name or "tree")
+        if place is None:  # it is just deep
+            raise
+        path, outer, kind = place
+        problem = f"{path} is {outer} again, a {kind} that contains itself. A tree must have an end: leave it out"
+    raise ValueError(problem) if name is None else _TreeValueError(problem)
+
+
+def _inside_itself(tree: Tree, name: str) -> tuple[str, str, str] | None:
+    """Where a container stands inside itself, its path and its type."""
+    above: dict[int, str] = {}
+    todo: list[tuple[Tree, str, bool]] = [(tree, name, True)]
+    while todo:
+        node, path, comes = todo.pop()
+        if not comes:
+            del above[id(node)]
+        elif id(node) in above:
+            return path, above[id(node)], type(node).__name__
+        elif node is not None and not _is_leaf(node):
+            above[id(node)] = path
+            todo.append((node, path, False))
+            ends = itertools.chain((False,), itertools.repeat(True))  # not the node itself, which may be its own child
+            children, structure = optree.tree_flatten(node, lambda _, ends=ends: next(ends), namespace=NAMESPACE)
+            pairs = zip(children, optree.treespec_accessors(structure), strict=True)
+            todo += [(child, accessor.codify(path), True) for child, accessor in pairs][::-1]
+    return None
 
 
 def _flatten(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, structure = _taken_apart(tree, name)
     unknown = {type(leaf) for leaf in leaves} - _PLAIN_LEAVES
     if not unknown:
         return leaves, structure
-    _register_nodes(tree)
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    _register_nodes(tree, name)
+    leaves, structure = _taken_apart(tree, name)
     refused = [(i, leaf, refusal(leaf)) for i, leaf in enumerate(leaves) if type(leaf) in unknown]
     if any(problem for *_, problem in refused):
         raise _refused([(i, leaf, problem) for i, leaf, problem in refused if problem], structure, name)
@@ -353,16 +387,16 @@ def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTr
     return _TreeTypeError(f"{listed(refused, say, '; ')}. {'. '.join(ways)}")
 
 
-def _register_nodes(tree: Tree) -> None:
+def _register_nodes(tree: Tree, name: str | None = None) -> None:
     """Register the containers in disguise among the leaves, and then those inside them."""
-    unknown = {type(leaf) for leaf in optree.tree_leaves(tree, namespace=NAMESPACE)} - _PLAIN_LEAVES
+    unknown = {type(leaf) for leaf in _taken_apart(tree, name, optree.tree_leaves)} - _PLAIN_LEAVES
     found = [cls.__name__ for cls in unknown if _register(cls)]
     if found and torch.compiler.is_compiling():  # what is being traced does not see it
         raise _TreeTypeError(
             f"{', '.join(found)} was met for the first time, while compiling. Call once without compile"
         )
     if found:
-        _register_nodes(tree)
+        _register_nodes(tree, name)
 
 
 @constant_while_compiling

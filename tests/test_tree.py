@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -495,3 +496,73 @@ def test_outputs_of_different_structure(name: str, out_dims: Any):
     x = torch.arange(2)
     with unharmed(x), pytest.raises(ValueError, match=rf"^dp_apply: shards differ in structure: {message}"):
         fdp.dp_apply(lambda w, x: make(int(x)), W, x, SLOTS, out_dims=out_dims)
+
+
+# ---- containers that contain themselves
+
+
+def endless(x: Any) -> Any:
+    tree: dict[str, Any] = {"a": [x]}
+    tree["a"].append(tree)
+    return tree
+
+
+@dataclasses.dataclass
+class Node:
+    x: Any
+    parent: Any = None
+
+
+def ring(x: Any) -> Any:
+    node = Node(x)
+    node.parent = (Node(x, node),)
+    return node
+
+
+X2 = torch.arange(4.0)
+LOOP: list[Any] = [X2]
+LOOP.append(LOOP)
+ENDLESS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "input": (
+        r"dp_apply: inputs\[1\]\['a'\]\[1\] is inputs\[1\] again, a dict that contains itself. A tree must have an end",
+        lambda: fdp.dp_apply(torch.add, None, (X2, endless(X2)), SLOTS),
+    ),
+    "list in itself": (r"scatter: tree\[1\] is tree again, a list", lambda: fdp.scatter(LOOP, SLOTS)),
+    "params": (
+        r"dp_apply: params\['a'\]\[1\] is params again",
+        lambda: fdp.dp_apply(torch.add, endless(X2), X2, SLOTS),
+    ),
+    "dataclass": (
+        r"scatter: tree.parent\[0\].parent is tree again, a Node that contains itself",
+        lambda: fdp.scatter(ring(X2), SLOTS),
+    ),
+    "output": (
+        r"dp_apply: out\['a'\]\[1\] is out again, a dict",
+        lambda: fdp.dp_apply(lambda w, x: endless(x), None, X2, SLOTS),
+    ),
+    "dims": (
+        r"dp_apply: in_dims\['a'\]\[1\] is in_dims again",
+        lambda: fdp.dp_apply(torch.add, None, {"a": X2}, SLOTS, in_dims=endless(0)),
+    ),
+    "collective": (
+        r"tree\['a'\]\[1\] is tree again",
+        lambda: fdp.dp_apply(lambda w, x: fdp.psum(endless(x)), None, X2, SLOTS),
+    ),
+    "aux": (
+        r"\['a'\]\[1\] is (aux|tree\[\d\]|tree) again",
+        lambda: fdp.grad(lambda w, x: (w * x.mean(), endless(x)), has_aux=True, devices=SLOTS)(X2[0], X2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_container_that_contains_itself(name: str):
+    message, fail = ENDLESS[name]
+    with pytest.raises(ValueError, match=message):
+        fail()
+
+
+def test_the_same_list_twice_is_no_circle():
+    part = [X2]
+    out = fdp.dp_apply(lambda w, x: x, None, {"a": part, "b": [part, part]}, SLOTS)
+    torch.testing.assert_close(out, {"a": part, "b": [part, part]})

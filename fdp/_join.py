@@ -140,11 +140,23 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
         return None if all(same_value(column[0], value) for value in column) else _differs(column, flat.path(index))
     if len(tensors) < len(column):
         return f"{flat.path(index)} is a tensor in some shards and none in others: {_values(column)}"
+    if len(tensors) > 1 and any(tensor.is_nested for tensor in tensors) and not _can_add(tensors, spec):
+        return (
+            f"{flat.path(index)} is a nested tensor, which is not joined: return a padded one and its lengths, or "
+            "choose 'list' (all values) or None (slot 0's value)"
+        )
     if isinstance(spec, int):
         problem = _concat_problem(tensors, spec)
     else:
         problem = _reduce_problem(tensors, spec, weights, flat, index)
     return problem and f"{flat.path(index)} {problem}"
+
+
+def _can_add(tensors: Sequence[torch.Tensor], spec: Any) -> bool:
+    """Whether there is a sum of nested tensors: torch knows it of those with the same offsets."""
+    if spec not in ("sum", "mean") or not all(x.is_nested and x.layout is torch.jagged for x in tensors):
+        return False
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
 def _concat_problem(tensors: Sequence[torch.Tensor], dim: int) -> str | None:

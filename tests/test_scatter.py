@@ -90,6 +90,28 @@ def test_nested_tensors_are_not_called_sparse():
         fdp.scatter(nested, ["cpu"] * 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*prototype:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_not_joined(layout: torch.layout):
+    def nested(w: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor(list(x.split([1, len(x) - 1])), layout=layout)
+
+    x = torch.arange(6.0)
+    for dim in (0, 1, "stack", "mean", "sum", "max"):
+        with pytest.raises(
+            ValueError, match=r"^dp_apply: out is a nested tensor, .* return a padded one and its lengths"
+        ):
+            fdp.dp_apply(nested, None, x, ["cpu"] * 2, out_dims=dim)
+    parts = fdp.dp_apply(nested, None, x, ["cpu"] * 2, out_dims="list")
+    assert [[row.tolist() for row in part.unbind()] for part in parts] == [[[0.0], [1.0, 2.0]], [[3.0], [4.0, 5.0]]]
+
+
+def test_nested_tensors_of_the_same_offsets_are_added():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    found = fdp.dp_apply(lambda w, x: w * x.sum(), nested, torch.arange(6.0), ["cpu"] * 2, out_dims="sum")
+    assert [row.tolist() for row in found.unbind()] == [[15.0] * 2, [15.0] * 3]
+
+
 @pytest.mark.parametrize("slots", COUNTS)
 def test_the_adjoint_of_scatter_is_a_concatenation(slots: int):
     x = numbers(5, 2).requires_grad_()

@@ -12,7 +12,7 @@ from fdp._across import Across
 from fdp._dims import Plan, microbatched
 from fdp._executors import check_options
 from fdp._guards import is_forward_mode
-from fdp._listing import names
+from fdp._listing import names, note_lists
 from fdp._place import Memo, common_processes, flatten_args, held_slots, place, plan_args
 from fdp._processes import Processes, processes_of
 from fdp._reach import captured
@@ -59,12 +59,7 @@ def call_shard(fn: Function, shard: Shard) -> Any:
     try:
         return fn(*shard.args, **shard.kwargs)
     except (TypeError, AttributeError) as error:
-        lists = [i for i, arg in enumerate(shard.args) if type(arg) is list]
-        if lists and ("argument" in str(error) or "list" in str(error)):
-            error.add_note(
-                f"argument {lists[0]} of the function is a list, as it was passed. For its elements as arguments of "
-                "their own pass tuple(batch) to dp_apply, *batch to others"
-            )
+        note_lists(error, shard.args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
         raise
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 from fdp._known import Safe
-from fdp._listing import names
+from fdp._listing import names, note_lists
 from fdp._returned import note
 from fdp._skeleton import Skeleton
 from fdp._tree import register_leaf
@@ -43,10 +43,14 @@ class Apply(Safe):
         if torch.compiler.is_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
         skeleton = take(pool, module, shares=False)
-        if skeleton.trusted and not _has_any_global_hook():
-            out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
-        else:
-            out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+        try:
+            if skeleton.trusted and not _has_any_global_hook():
+                out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
+            else:
+                out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+        except (TypeError, AttributeError) as error:
+            note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
+            raise
         note(new_buffers.values())
         return out, new_buffers
 

@@ -1,5 +1,6 @@
 """Lists in messages, which stay readable where thousands of leaves have the same problem."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -44,6 +45,20 @@ def differing(texts: Sequence[str], owners: Sequence[str]) -> str:
     line = around_difference(line, _ROOM // min(len(line), MOST))
     pairs = odd_first(list(zip(line, owners, strict=True)), lambda pair: pair[0])
     return listed(pairs, lambda pair: f"{pair[0]} in {pair[1]}")
+
+
+def note_lists(error: Exception, args: Sequence[Any], first: int, function: str, write: str) -> None:
+    """Say of an error that may come of it that an argument is a list, such as a batch that a loader has made."""
+    lists = [i for i, arg in enumerate(args) if type(arg) is list]
+    known = any(_AS_PASSED in note for note in getattr(error, "__notes__", ()))
+    if lists and not known and ("argument" in str(error) or "list" in str(error)):
+        which = f"argument {first + lists[0]} of {function} {_AS_PASSED}"
+        note = f"{which}. For its elements as arguments of their own {write}"
+        with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+            error.add_note(note)
+
+
+_AS_PASSED = "is a list, as it was passed"
 
 
 def around_difference(texts: Sequence[str], room: int) -> list[str]:

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import fdp
 from fdp._functional import functional
 from fdp._functional_call import _POOLS, functional_call, take
 from fdp._skeleton import Skeleton
@@ -1564,3 +1565,24 @@ def test_fullgraph(name):
     expected = torch.func.functional_call(module, theirs, inputs)
     close([tensors(ours[0]), tensors(called)], [tensors(expected)] * 2)
     close([ours[1], given], [{name: theirs[name] for name in buffers}, theirs])
+
+
+def test_a_batch_that_is_a_list_is_named_in_the_error():
+    """As a loader makes it of pairs."""
+    apply, state = functional(nn.Linear(3, 2).double())
+    batch = [torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 2)]
+    hint = r"argument 1 of apply is a list, as it was passed.*write apply\(state, \*batch\), or pass tuple\(batch\)"
+
+    def loss(params: Any, given: dict[str, Any]) -> Tensor:
+        return apply((params, {}), given["batch"])[0].mean()
+
+    calls: list[Callable[[], Any]] = [
+        lambda: apply(state, batch),
+        lambda: fdp.dp_apply(lambda state, given: apply(state, given["batch"]), state, {"batch": batch}, ["cpu"] * 2),
+        lambda: fdp.value_and_grad(loss, devices=["cpu"] * 2)(state[0], {"batch": batch}),
+        lambda: fdp.dp_apply(apply, state, batch, ["cpu"] * 2),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="must be Tensor, not list") as caught:
+            call()
+        assert len(re.findall(hint, "\n".join(caught.value.__notes__))) == 1

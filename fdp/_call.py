@@ -196,7 +196,9 @@ def _enter(flats: Sequence[Flat], across: Across, where: str) -> None:
     if not places:
         return
     distinct = {id(flat.leaves[i]): flat.leaves[i] for flat, i in places}
-    entered = dict(zip(distinct, Entered.apply(across.everybody, where, None, *distinct.values()), strict=True))
+    entered = dict(
+        zip(distinct, Entered.apply(across.everybody, where, None, across.is_active, *distinct.values()), strict=True)
+    )
     for flat, i in places:
         flat.leaves[i] = entered[id(flat.leaves[i])]
 

@@ -39,7 +39,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
             [f"process {rank}: {listed(paths)}" for rank, paths in enumerate(wire.objects(other, "replicate")) if paths]
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        shared = Entered.apply(Talk(wire), "replicate", shared, *tensors)
+        shared = Entered.apply(Talk(wire), "replicate", shared, True, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
 

@@ -38,7 +38,7 @@ class Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *Entered.apply(Talk(ctx.wire), ctx.name, None, *grads)
+        return None, None, *Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -64,7 +64,7 @@ class Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (whole,) = Entered.apply(Talk(ctx.wire), ctx.name, None, *grads)  # as in `Total`
+        (whole,) = Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)  # as in `Total`
         return None, None, whole[ctx.wire.position]
 
     @staticmethod
@@ -78,30 +78,46 @@ class Parts(torch.autograd.Function):
 
 
 class Entered(torch.autograd.Function):
-    """Tensors that are the same in all processes, as they are or as `values`; their gradients are summed over them."""
+    """Tensors that are the same in all processes, as they are or as `values`; their gradients are summed over them.
+
+    What has a gradient in no process has none; that a process which `counts` not has one, does not count.
+    """
 
     @staticmethod
-    def forward(talk: Talk, name: str, values: Sequence[Tensor] | None, *tensors: Tensor) -> Any:
+    def forward(talk: Talk, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
         return tuple(values or (x.view_as(x) for x in tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.talk, ctx.name, _, *tensors = inputs
-        ctx.shapes = [tuple(x.shape) for x in tensors]
+        ctx.talk, ctx.name, _, ctx.counts, *tensors = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in tensors]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        name = f"the backward of {ctx.name}"
-        ctx.talk.wire.agree(Place(name, repr(ctx.shapes), lambda: f"gradients of {ctx.shapes}"))
-        return None, None, None, *Total.apply(ctx.talk.wire, name, *grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
+        given = [ctx.counts and grad is not None for grad in grads]
+        place = Place(name, repr(shapes), lambda: f"gradients of {shapes}")
+        table = ctx.talk.wire.agree(place, [all(given)])
+        if not any(row[0] for row in table):  # else all are given somewhere
+            columns = zip(*ctx.talk.wire.objects(given, name), strict=True)
+            given = list(map(any, columns))
+        else:
+            given = [True] * len(grads)
+        there = [i for i, is_given in enumerate(given) if is_given]
+        filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
+        found: list[Any] = [None] * len(grads)
+        for i, x in zip(there, Total.apply(ctx.talk.wire, name, *filled) if there else (), strict=True):
+            found[i] = x
+        return None, None, None, None, *found
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(x.view_as(x) for x in tangents[3:])
+        return tuple(x.view_as(x) for x in tangents[4:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return Entered.apply(*args), tuple(in_dims[3:])
+        return Entered.apply(*args), tuple(in_dims[4:])
 
 
 class Tied(torch.autograd.Function):
@@ -127,6 +143,10 @@ class Tied(torch.autograd.Function):
         zeros = [torch.zeros_like(x) for x in inputs]
         # They depend on the inputs again, so that this process takes part in a gradient of the gradient.
         return None, *([None] * ctx.count), *Tied.apply(len(zeros), *zeros, *inputs, *grads)
+
+
+def _filled(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
 
 
 def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:

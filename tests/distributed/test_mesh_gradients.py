@@ -74,3 +74,31 @@ def twice(seat: Seat, how: str, out_dims: Any) -> Any:
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout((1, 2), (0, 4))])
 def test_gradients_of_gradients(two: Pool, layout: Layout, how: str, out_dims: Any):
     same_at_all_scales(two, layout, twice, how, out_dims, one_device=out_dims == "sum")
+
+
+# ---- arguments that the function does not use have no gradient
+
+
+def unused(seat: Seat, case: str, create_graph: bool) -> Any:
+    used, some, never = (W.clone().requires_grad_() for _ in range(3))
+
+    def fn(params: Any, x: Tensor) -> Any:
+        used, some, _ = params
+        out = (used * x).sin().sum()
+        if case == "collective":
+            out = out * fdp.psum(x.sum())
+        return out + (some * x).sum() if case == "some" and fdp.axis_index() else out
+
+    out = fdp.dp_apply(fn, (used, some, never), seat.own(X), out_dims="sum", **seat.on)
+    grads = torch.autograd.grad(out, [used, some, never], create_graph=create_graph, allow_unused=True)
+    is_there = [grad is not None for grad in grads]
+    second = torch.autograd.grad(grads[0].sum(), used) if create_graph else ()
+    return {"whole": ([grad for grad in grads if grad is not None], is_there, second)}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("case", ["plain", "collective", "some"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout((1, 2), (0, 4))])
+def test_what_no_process_uses_has_no_gradient(two: Pool, layout: Layout, case: str, create_graph: bool):
+    found = same_at_all_scales(two, layout, unused, case, create_graph, one_device=case == "plain")
+    assert found["whole"][1] == [True, case == "some", False]

@@ -80,7 +80,7 @@ class Parts(torch.autograd.Function):
 class Entered(torch.autograd.Function):
     """Tensors that are the same in all processes, as they are or as `values`; their gradients are summed over them.
 
-    What has a gradient in no process has none; that a process which `counts` not has one, does not count.
+    What has a gradient in no process has none. In a process without shards `counts` is False: its zeros are none.
     """
 
     @staticmethod
@@ -99,12 +99,11 @@ class Entered(torch.autograd.Function):
         given = [ctx.counts and grad is not None for grad in grads]
         place = Place(name, repr(shapes), lambda: f"gradients of {shapes}")
         table = ctx.talk.wire.agree(place, [all(given)])
-        if not any(row[0] for row in table):  # else all are given somewhere
-            columns = zip(*ctx.talk.wire.objects(given, name), strict=True)
-            given = list(map(any, columns))
+        if any(has_all for (has_all,) in table):
+            there = list(range(len(grads)))
         else:
-            given = [True] * len(grads)
-        there = [i for i, is_given in enumerate(given) if is_given]
+            columns = zip(*ctx.talk.wire.objects(given, name), strict=True)
+            there = [i for i, column in enumerate(columns) if any(column)]
         filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
         found: list[Any] = [None] * len(grads)
         for i, x in zip(there, Total.apply(ctx.talk.wire, name, *filled) if there else (), strict=True):

@@ -352,7 +352,8 @@ def test_a_seed_repeats_what_nested_slots_draw_before_they_meet(inner: str, exec
         if inner == "dp_apply":
             return fdp.dp_apply(draws, w, x, devices, axis_name="inner", executor=executor)
         state, batch = fdp.replicate(w, devices), fdp.scatter(x, devices)
-        return fdp.gather(fdp.parallel_apply(draws, state, batch, axis_name="inner", executor=executor), 0)
+        drawn: Any = fdp.parallel_apply(draws, state, batch, axis_name="inner", executor=executor)
+        return fdp.gather(drawn, 0)
 
     found = [fdp.dp_apply(outer, W, X, devices, seed=SEED) for _ in range(12)]
     assert all(torch.equal(found[0], each) for each in found)

@@ -144,14 +144,15 @@ def test_dataclasses_of_a_function_go_when_it_is_done():
     def define() -> Any:
         return dataclasses.make_dataclass("Defined", ["x"])
 
-    first, defined = define(), weakref.WeakSet[type]()
-    for _ in range(300):
-        cls = define()
-        defined.add(cls)
-        batch = cls(numbers(2))
+    def step() -> type:
+        batch = define()(numbers(2))
         assert_same_tree(fdp.dp_apply(lambda _, batch: batch, None, batch, SLOTS), batch)
         assert_same_tree(fdp.gather(fdp.scatter(first(batch.x), SLOTS)), first(batch.x))
-    del cls, batch
+        return type(batch)
+
+    first, defined = define(), weakref.WeakSet[type]()
+    for _ in range(300):
+        defined.add(step())
     gc.collect()
     assert len(defined) <= 256
 

@@ -22,8 +22,8 @@ from _soak_calls import is_close
 from torch import nn
 
 import fdp
-from fdp import _seats, _workers
-from fdp._context import EXCLUSIVE
+from fdp._execution import pool, seats
+from fdp._placement.slot import EXCLUSIVE
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 SLOTS, ROWS = 3, 7
@@ -139,8 +139,8 @@ def state() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "threads of autograd": torch._C._is_multithreading_enabled(),
         "state of the generator": hash(bytes(torch.default_generator.get_state().tolist())),
-        "shards that run": len(_workers._POOL.lanes),
-        "slots that run": len(_seats._POOL.busy),
+        "shards that run": len(pool._POOL.lanes),
+        "slots that run": len(seats._POOL.busy),
         "layers of torch.func": len(functorch.get_interpreter_stack() or ()),
         "the lock": lock._is_owned(),
         "threads": threading.active_count(),

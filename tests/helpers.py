@@ -52,10 +52,10 @@ def anew(fn: Any) -> Any:
 def many_cores(count: int = 4) -> Iterator[None]:
     """As many shards at once as on a machine with that many cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdp._threads.cores", lambda: count)
-        patch.setattr("fdp._together.cores", lambda: count)
-        patch.setattr("fdp._executors.may_compile", lambda: False)
-        patch.setattr("fdp._threads.may_compile", lambda: False)  # else the first shards may run alone
+        patch.setattr("fdp._execution.threads.cores", lambda: count)
+        patch.setattr("fdp._collectives.lockstep.cores", lambda: count)
+        patch.setattr("fdp._collectives.run.may_compile", lambda: False)
+        patch.setattr("fdp._execution.threads.may_compile", lambda: False)  # else the first shards may run alone
         yield
 
 

@@ -27,7 +27,7 @@ Columns = Sequence[Tensor]
 
 @pytest.fixture(autouse=True)
 def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._together.cores", lambda: 4)
+    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
     with many_cores():
         yield
 

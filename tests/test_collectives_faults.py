@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from fdp import _known
+from fdp._execution import function_traits
 from tests.helpers import many_cores, side_by_side, within
 
 SLOTS = 3
@@ -45,7 +45,7 @@ class OddError(Exception):
 
 @pytest.fixture(autouse=True)
 def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._together.cores", lambda: 4)
+    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
     with many_cores():
         yield
 
@@ -70,9 +70,9 @@ def call(fn: Callable[[int, Tensor], Any], executor: Any, known: bool = True, **
         return fn(fdp.axis_index(), w * x)
 
     if known:
-        _known.remember_together(body)
+        function_traits.remember_together(body)
     else:
-        _known._TOGETHER.clear()
+        function_traits._TOGETHER.clear()
     w, x = torch.ones((), requires_grad=True), torch.ones(SLOTS, 3, 2)
 
     def run() -> Any:
@@ -456,7 +456,7 @@ def test_an_interrupt_of_the_caller(executor: Any):
             fdp.psum(k)
         return x
 
-    _known.remember_together(fn)
+    function_traits.remember_together(fn)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         fdp.dp_apply(fn, None, torch.ones(SLOTS), DEVICES, executor=executor)
     assert max(rounds) < 2900
@@ -468,7 +468,7 @@ def test_an_interrupt_of_the_caller(executor: Any):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fdp._turns.PATIENCE", 0.3)
+    monkeypatch.setattr("fdp._execution.scheduler.PATIENCE", 0.3)
 
 
 @each_slot

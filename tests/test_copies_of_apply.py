@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fdp
 from fdp import functional
-from fdp._known import is_marked
+from fdp._execution.function_traits import is_marked
 from tests.helpers import assert_same_tree, numbers, side_by_side
 
 X = numbers(8, 3)

@@ -363,7 +363,7 @@ def test_a_mesh_of_one_process_is_its_devices():
 
 
 def test_a_mesh_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fdp._explain.processes_of", lambda devices, where: SimpleNamespace())
+    monkeypatch.setattr("fdp._transforms.explain.processes_of", lambda devices, where: SimpleNamespace())
     with pytest.raises(ValueError, match="explain: a mesh of several processes, which would have to talk"):
         fdp.explain(linear, numbers(3, 2), numbers(7, 3), SLOTS)
 

@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp._functional import functional
-from fdp._functional_call import _POOLS, functional_call, take
-from fdp._skeleton import Skeleton
+from fdp.nn._functional import functional
+from fdp.nn._functional_call import _POOLS, functional_call, take
+from fdp.nn._stateless import Skeleton
 
 
 @pytest.fixture(autouse=True)
@@ -827,7 +827,7 @@ def test_too_many_objects_are_not_followed(monkeypatch):
     module = nn.Tanh()
     module.options = types.SimpleNamespace(more=[types.SimpleNamespace() for _ in range(20)])
     assert Skeleton(module).trusted
-    monkeypatch.setattr("fdp._walk._MOST_OBJECTS", 20)
+    monkeypatch.setattr("fdp.nn._clone._MOST_OBJECTS", 20)
     assert not Skeleton(module).trusted
 
 
@@ -849,7 +849,7 @@ def test_clones_are_not_finalized():
 def test_a_plain_value_set_every_step_keeps_the_clone(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "fdp._functional_call.Skeleton", lambda module, **kw: made.append(Skeleton(module, **kw)) or made[-1]
+        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(Skeleton(module, **kw)) or made[-1]
     )
     module = seeded(Changing)
     apply, state = functional(module)
@@ -1151,7 +1151,7 @@ def test_calls_of_parts_in_forward_leave_nothing(make, closure, through, monkeyp
     apply, _ = functional(module)
     made = []
     monkeypatch.setattr(
-        "fdp._functional_call.Skeleton", lambda module, **kw: made.append(id(module)) or Skeleton(module, **kw)
+        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(id(module)) or Skeleton(module, **kw)
     )
 
     def refs() -> list[weakref.ref[Tensor]]:
@@ -1284,7 +1284,9 @@ def test_pool_that_another_thread_empties():
 
 def test_modules_called_in_place_are_searched_once(monkeypatch):
     made = []
-    monkeypatch.setattr("fdp._functional_call.Skeleton", lambda module, **kw: made.append(1) or Skeleton(module, **kw))
+    monkeypatch.setattr(
+        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(1) or Skeleton(module, **kw)
+    )
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     first = module[0]
     module[1].register_forward_hook(lambda mod, args, out: out + first.bias)

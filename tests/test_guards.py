@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp import _guards
+from fdp._execution import patches
 from tests.helpers import side_by_side
 
 X = torch.randn(8, 3, dtype=torch.float64)
@@ -34,7 +34,7 @@ def switching() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdp._threads.cores", lambda: 4)
+        patch.setattr("fdp._execution.threads.cores", lambda: 4)
         yield
     sys.setswitchinterval(before)
 
@@ -221,7 +221,7 @@ def test_forward_mode_in_a_shard_elsewhere_does_not_matter_here():
     assert inside.wait(30)
     try:
         assert forward_ad._current_level == 0
-        assert not _guards.is_forward_mode()
+        assert not patches.is_forward_mode()
         loss = fdp.value_and_grad(
             lambda w, x: f(w, x).mean(), devices=fdp.virtual_devices(2), count=lambda w, x: torch.tensor(float(len(x)))
         )
@@ -256,7 +256,7 @@ def test_forward_mode_that_fails_leaves_nothing(name: str):
         with pytest.raises(ValueError, match="inside"):
             threads(fn, X[0], X)
     assert forward_ad._current_level == -1
-    assert not _guards.is_forward_mode()
+    assert not patches.is_forward_mode()
     torch.testing.assert_close(threads(FORWARD[name], X[0], X), torch.cat([FORWARD[name](X[0], p) for p in X.split(2)]))
 
 

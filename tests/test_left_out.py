@@ -22,7 +22,7 @@ X = torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [0.5, 2.5], [1.5, 0.0]], d
 
 @pytest.fixture(autouse=True)
 def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._together.cores", lambda: 4)
+    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
     with many_cores():
         yield
 

@@ -22,7 +22,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 
 from fdp import DataParallel
-from fdp._devices import imbalance, warn_of_imbalance
+from fdp._placement.devices import imbalance, warn_of_imbalance
 from fdp.nn import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from tests.helpers import (
     COUNTS,

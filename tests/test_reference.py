@@ -119,7 +119,12 @@ def test_links_lead_somewhere(page: Path):
 
 def test_the_page_on_layers_names_every_module():
     table = (ROOT / "docs/explanation/layers.md").read_text(encoding="utf-8").split("## ")[1]
-    named = set(re.findall(r"`(\w+)/?`", table))
-    packages = [path.parent for path in ROOT.glob("fdp/*/__init__.py")]
-    modules = [path.stem for path in [*ROOT.glob("fdp/*.py"), *packages] if not path.stem.startswith("__")]
-    assert {name.lstrip("_") for name in modules} - named == set()
+    named = set(re.findall(r"`(\w+)`", table))
+    rooms = {path.parent.name for path in ROOT.glob("fdp/*/__init__.py")}
+    private = [path.stem for path in ROOT.glob("fdp/_*/*.py") if path.parent.name != "_command"]
+    assert (rooms | set(private)) - {"__init__"} - named == set()
+
+
+def test_a_room_says_what_it_holds():
+    for path in ROOT.glob("fdp/*/__init__.py"):
+        assert path.read_text(encoding="utf-8").startswith('"""'), path

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from fdp import _workers
+from fdp._execution import pool
 from tests.helpers import COUNTS, assert_close_tree, many_cores, numbers, side_by_side
 
 EXECUTORS: Any = ("auto", "sequential", "threads")
@@ -338,7 +338,7 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
             fdp.value_and_grad(lambda w, x: fn(w, x).mean(), devices=devices, executor=executor)(w, x)
 
     CALLS[name](torch.mul, "threads")  # starts the workers, which stay
-    workers, active = set(_workers._POOL.workers), threading.active_count()
+    workers, active = set(pool._POOL.workers), threading.active_count()
     gc.disable()
     try:
         for _ in range(5):
@@ -352,9 +352,9 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
             assert_close_tree(CALLS["value_and_grad"](torch.mul, executor), (ROWS.mean() * 2, ROWS.mean()))
     finally:
         gc.enable()
-    assert _workers._POOL.workers == workers
+    assert pool._POOL.workers == workers
     assert threading.active_count() == active
-    assert _workers._POOL.lanes == {}
+    assert pool._POOL.lanes == {}
 
 
 @each_executor

@@ -21,8 +21,8 @@ from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Normal, 
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp._context import EXCLUSIVE
-from fdp._generators import KeptGenerators, OwnGenerators
+from fdp._execution.random import KeptGenerators, OwnGenerators
+from fdp._placement.slot import EXCLUSIVE
 from tests.helpers import anew, assert_close_tree, assert_same_tree, numbers, side_by_side
 
 Draw = Callable[[Tensor], Tensor]
@@ -274,7 +274,7 @@ def test_states_are_taken_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
             self.get_state()
             return self
 
-    monkeypatch.setattr("fdp._generators.generators_of", lambda device: [Watched()])
+    monkeypatch.setattr("fdp._execution.random.generators_of", lambda device: [Watched()])
     for kind in (lambda: OwnGenerators(0, torch.device("cpu")), lambda: KeptGenerators(torch.device("cpu"))):
         generators = kind()
         for _ in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fdp
-from fdp._stages import stage, staged
+from fdp._trees.profiling import stage, staged
 from tests.helpers import many_cores, numbers
 
 SLOTS = fdp.virtual_devices(3)

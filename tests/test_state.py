@@ -95,7 +95,7 @@ def in_threads(surroundings: Callable[[], Any], look: Callable[[], Any], slots: 
         time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdp._threads.cores", lambda: 4)
+        patch.setattr("fdp._execution.threads.cores", lambda: 4)
         x = torch.arange(4.0)
         with surroundings():
             want = look()

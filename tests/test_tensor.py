@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fdp
-from fdp._tensor import is_ours
+from fdp._placement.moves import is_ours
 
 SIZE = 128  # 128 KiB of float64
 X = torch.randn(9, SIZE, dtype=torch.float64)

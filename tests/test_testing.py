@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fdp
-from fdp._context import current_slot
+from fdp._placement.slot import current_slot
 from fdp.testing import assert_data_parallel, fail_slot
 from tests.helpers import Batch, Output, Point, assert_same_tree, numbers, unharmed
 
@@ -383,7 +383,7 @@ def test_one_slot_gives_the_same_bits():
 
 @pytest.mark.parametrize("default", [1.0, None])
 def test_what_is_wrong_in_threads_only(default: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fdp._threads.cores", lambda: 4)
+    monkeypatch.setattr("fdp._execution.threads.cores", lambda: 4)
     settings = threading.local()
     settings.scale = 2.0
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import fdp
-from fdp import _workers
-from fdp._known import is_marked
+from fdp._execution import pool
+from fdp._execution.function_traits import is_marked
 from tests.helpers import assert_close_tree, many_cores
 
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_callers_share_the_cores():
             thread.join()
         # A caller that comes while others have all the cores runs its shards itself: it is one thread anyway.
         assert crowd.most <= 4 + 3
-    assert _workers._POOL.lanes == {}
+    assert pool._POOL.lanes == {}
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_nested_calls(outer: Any, inner: Any, cores: int):
         for _ in range(20):
             out = fdp.dp_apply(deep, W, rows(30), fdp.virtual_devices(3), executor=outer)
             assert torch.equal(out, W * rows(30))
-    assert _workers._POOL.lanes == {}
+    assert pool._POOL.lanes == {}
 
 
 def test_calls_from_many_threads_at_once():
@@ -298,7 +298,7 @@ def test_a_shard_that_a_worker_has_just_taken_is_waited_for(monkeypatch: pytest.
                 time.sleep(0.05)
             return job
 
-    monkeypatch.setattr("fdp._threads.deque", Slow)
+    monkeypatch.setattr("fdp._execution.threads.deque", Slow)
     with many_cores():
         for _ in range(3):
             assert torch.equal(CALLS["dp_apply"](torch.mul, 4), W * rows(4))
@@ -382,7 +382,7 @@ def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[
         assert caught.value is error
         assert not hasattr(error, "__notes__")
         call(torch.mul, 4)
-    assert _workers._POOL.lanes == {}
+    assert pool._POOL.lanes == {}
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
@@ -409,16 +409,16 @@ def test_an_interrupt_leaves_nothing(delay: float):
         assert len(ended) <= 2  # the shard of the worker was waited for, and no other began
         assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
     assert threading.active_count() <= before + 1
-    assert _workers._POOL.lanes == {}
+    assert pool._POOL.lanes == {}
 
 
 def test_interrupts_at_any_moment():
     result = run_python(
         """
         import _thread, random, signal
-        import fdp._threads
-        from fdp import _workers
-        fdp._threads.cores = lambda: 3
+        import fdp._execution.threads
+        from fdp._execution import pool
+        fdp._execution.threads.cores = lambda: 3
         w, x = torch.tensor(2.0), torch.arange(12.0)
         armed, over = False, False
         def handler(*_):
@@ -448,7 +448,7 @@ def test_interrupts_at_any_moment():
         armed, over = False, True
         disturber.join()
         call()
-        print(wrong, interrupted > 50, done > 50, _workers._POOL.lanes, threading.active_count())
+        print(wrong, interrupted > 50, done > 50, pool._POOL.lanes, threading.active_count())
         """
     )
     assert result.stdout.split("\n")[0] == "0 True True {} 3", result.stderr
@@ -487,7 +487,7 @@ def test_nothing_is_kept(call: Callable[..., Any]):
 def test_in_a_forked_child():
     result = run_python(
         """
-        import fdp._threads as t
+        import fdp._execution.threads as t
         t.cores = lambda: 3
         torch.set_num_threads(1)
         w, x = torch.tensor(2.0), torch.arange(6.0)
@@ -543,7 +543,7 @@ def test_the_interpreter_ends():
 
 
 def test_the_caller_does_it_alone_where_threads_cannot_start(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_workers, "_POOL", _workers._Pool())
+    monkeypatch.setattr(pool, "_POOL", pool._Pool())
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

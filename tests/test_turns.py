@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fdp._turns import Abandoned, Belongings, Member, Turns, Wait
+from fdp._execution.scheduler import Abandoned, Belongings, Member, Turns, Wait
 from tests.helpers import within
 
 LIMIT = 20.0

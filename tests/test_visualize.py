@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 import fdp
-from fdp._drawing import runs_text
+from fdp._trees.table import runs_text
 from tests.helpers import Batch, Point, numbers
 
 SLOTS = fdp.virtual_devices(3)

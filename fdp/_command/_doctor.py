@@ -15,7 +15,7 @@ from fdp._command._hardware import check_devices, check_threads
 from fdp._command._loopback import check_distributed
 from fdp._command._results import Result, add_devices, chosen_devices, is_terminal, line, print_document, worst
 from fdp._command._versions import check_versions
-from fdp._devices import available_devices, virtual_devices
+from fdp._placement.devices import available_devices, virtual_devices
 
 Check = Callable[[], Result]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdp._command._results import Result
-from fdp._workers import cores
+from fdp._execution.pool import cores
 
 
 def check_devices(devices: Sequence[torch.device]) -> Result:

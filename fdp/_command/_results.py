@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 
-from fdp._devices import as_devices, virtual_devices
+from fdp._placement.devices import as_devices, virtual_devices
 
 Status = Literal["ok", "warning", "failed"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}

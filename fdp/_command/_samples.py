@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from fdp._command._loading import Name, load_module, told
 from fdp._command._results import Unusable
-from fdp._typing import Tree
+from fdp._trees.types import Tree
 
 DEFAULT = "sample_inputs"
 FORM = "(params, inputs) or (params, inputs, options)"

@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from fdp._context import EXCLUSIVE, fold_in, text_of
-from fdp._tensor import bytes_of
-from fdp._typing import Tree
-from fdp._wire import Place
+from fdp._mesh.communicator import Place
+from fdp._placement.moves import bytes_of
+from fdp._placement.slot import EXCLUSIVE, fold_in, text_of
+from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import load, newest, write
 from fdp.distributed._portable import pack, unpack
 

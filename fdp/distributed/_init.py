@@ -9,12 +9,12 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from fdp._devices import as_devices, available_devices
-from fdp._dims import balanced
-from fdp._processes import Processes
-from fdp._typing import Devices
-from fdp._underway import leave_at_exit
-from fdp._wire import Wire, first_sentence
+from fdp._mesh.communicator import Wire, first_sentence
+from fdp._mesh.processes import Processes
+from fdp._mesh.underway import leave_at_exit
+from fdp._placement.devices import as_devices, available_devices
+from fdp._placement.plan import balanced
+from fdp._trees.types import Devices
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
 

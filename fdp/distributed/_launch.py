@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from fdp._context import text_of
+from fdp._placement.slot import text_of
 from fdp.distributed._rank import failure, has_returned, returned, run_rank
 
 if TYPE_CHECKING:

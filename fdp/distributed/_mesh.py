@@ -7,13 +7,13 @@ from typing import Any, Self, final
 import torch
 import torch.distributed as dist
 
-from fdp._dims import check_weights
-from fdp._place import flatten_args, plan_args
-from fdp._processes import Processes, Spread
-from fdp._tensor import split
-from fdp._tree import unflatten
-from fdp._typing import Dims, Tree
-from fdp._underway import leave
+from fdp._mesh.processes import Processes, Spread
+from fdp._mesh.underway import leave
+from fdp._placement.moves import split
+from fdp._placement.plan import check_weights
+from fdp._placement.split import flatten_args, plan_args
+from fdp._trees.tree import unflatten
+from fdp._trees.types import Dims, Tree
 
 
 @final

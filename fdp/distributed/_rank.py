@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from fdp._context import text_of
+from fdp._placement.slot import text_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

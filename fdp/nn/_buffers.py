@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdp._join import mean
-from fdp._tensor import copy, is_expanded, is_inexact
+from fdp._placement.join import mean
+from fdp._placement.moves import copy, is_expanded, is_inexact
 from fdp.nn._copies import Names
 from fdp.nn._replicas import Lent
 

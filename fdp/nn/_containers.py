@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, final
 
-from fdp._skeleton import Skeleton
-from fdp._walk import refill, same
+from fdp.nn._clone import refill, same
+from fdp.nn._stateless import Skeleton
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _KINDS = frozenset({*_MAPPINGS, list, deque, set})

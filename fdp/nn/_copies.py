@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fdp._guards import is_forward_mode
-from fdp._tensor import copy
+from fdp._execution.patches import is_forward_mode
+from fdp._placement.moves import copy
 
 Tensors = dict[str, Tensor]
 

@@ -9,13 +9,13 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from fdp._devices import as_devices, warn_of_imbalance
-from fdp._dims import check_weights
-from fdp._executors import Mode, check_options
-from fdp._known import mark
-from fdp._place import to_device
-from fdp._typing import DeviceLike, Executor, Tree
-from fdp._untraced import leave_all_alone, leave_alone
+from fdp._collectives.run import Mode, check_options
+from fdp._execution.function_traits import mark
+from fdp._placement.devices import as_devices, warn_of_imbalance
+from fdp._placement.plan import check_weights
+from fdp._placement.split import to_device
+from fdp._trees.types import DeviceLike, Executor, Tree
+from fdp._trees.untraced import leave_all_alone, leave_alone
 from fdp.nn._device_ids import devices_of, index_of
 from fdp.nn._loan import Loan, current_loan, lending
 from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from fdp._devices import as_devices, available_devices
-from fdp._typing import DeviceLike
+from fdp._placement.devices import as_devices, available_devices
+from fdp._trees.types import DeviceLike
 
 
 def devices_of(device_ids: Sequence[DeviceLike | int] | None, where: str) -> tuple[torch.device, ...]:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fdp._dims import Plan
-from fdp._functional_call import keep, pool_of, take
-from fdp._skeleton import Skeleton
+from fdp._placement.plan import Plan
 from fdp.nn._buffers import write_first, write_means
 from fdp.nn._containers import Separated
 from fdp.nn._copies import copies_of
+from fdp.nn._functional_call import keep, pool_of, take
 from fdp.nn._replicas import Clone, Copied, InPlace, Lent, Stand
 from fdp.nn._replicate import check_replicable, has_scripts
+from fdp.nn._stateless import Skeleton
 
 _LOST = (
     "{}: forward wrote to the module's {!r}, in which there are modules, so that each replica has its own. What was "

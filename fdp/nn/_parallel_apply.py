@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdp._devices import as_device
-from fdp._dims import Plan
-from fdp._executors import Mode, run_all, slots_of
-from fdp._together import Task
-from fdp._tree import tensors_in
-from fdp._typing import DeviceLike
+from fdp._collectives.lockstep import Task
+from fdp._collectives.run import Mode, run_all, slots_of
+from fdp._placement.devices import as_device
+from fdp._placement.plan import Plan
+from fdp._trees.tree import tensors_in
+from fdp._trees.types import DeviceLike
 
 IN_ORDER = Mode("sequential", None, None)
 

@@ -6,11 +6,11 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from fdp._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
-from fdp._skeleton import Skeleton
-from fdp._tensor import copy, is_expanded
+from fdp._placement.moves import copy, is_expanded
 from fdp.nn._copies import Names, Tensors
+from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
 from fdp.nn._replicate import as_replica, shallow
+from fdp.nn._stateless import Skeleton
 
 Buffer = tuple[nn.Module, str, Any]
 """The part of the user's module that has a buffer, its name there, and what the replica has in its place."""

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fdp._devices import as_devices
-from fdp._skeleton import Skeleton
-from fdp._tensor import copy
-from fdp._typing import DeviceLike
+from fdp._placement.devices import as_devices
+from fdp._placement.moves import copy
+from fdp._trees.types import DeviceLike
 from fdp.nn._copies import Names, Tensors
+from fdp.nn._stateless import Skeleton
 
 M = TypeVar("M", bound=nn.Module)
 

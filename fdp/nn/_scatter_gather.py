@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fdp._devices import as_device, as_devices
-from fdp._dims import Plan, chunked, make_plan
-from fdp._join import join
-from fdp._place import Memo, check_tracing, flatten_args, place, plan_args, rows_of
-from fdp._slots import Slots
-from fdp._tree import Flat, tensors_in
-from fdp._typing import DeviceLike, Tree
+from fdp._placement.devices import as_device, as_devices
+from fdp._placement.join import join
+from fdp._placement.plan import Plan, chunked, make_plan
+from fdp._placement.sharded import Slots
+from fdp._placement.split import Memo, check_tracing, flatten_args, place, plan_args, rows_of
+from fdp._trees.tree import Flat, tensors_in
+from fdp._trees.types import DeviceLike, Tree
 from fdp.nn._stores import with_stores, without_stores
 
 Inputs = tuple[tuple[Any, ...], ...]

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import torch
 
-from fdp._join import same_value
-from fdp._tensor import concat, copy
-from fdp._tree import map_leaves
-from fdp._typing import Tree
+from fdp._placement.join import same_value
+from fdp._placement.moves import concat, copy
+from fdp._trees.tree import map_leaves
+from fdp._trees.types import Tree
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 

@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from fdp._collectives import psum
-from fdp._context import AXES
-from fdp._tensor import accumulator
-from fdp._untraced import leave_all_alone
+from fdp._collectives.api import psum
+from fdp._placement.moves import accumulator
+from fdp._placement.slot import AXES
+from fdp._trees.untraced import leave_all_alone
 
 M = TypeVar("M", bound=nn.Module)
 

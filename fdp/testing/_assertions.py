@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fdp._call import check_function
-from fdp._devices import as_devices, virtual_devices
-from fdp._typing import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp._placement.devices import as_devices, virtual_devices
+from fdp._transforms.arguments import check_function
+from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._case import WHERE, Case, Loss, Run, Way
 from fdp.testing._check import check, check_unwritten
 from fdp.testing._compare import Tolerance

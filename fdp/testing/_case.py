@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._apply import dp_apply
-from fdp._context import AXES, Axis, Slot
-from fdp._grad import value_and_grad
-from fdp._tree import flatten
-from fdp._typing import AUTO, Auto, AuxWeight, Dims, Executor, Function, Reduction, Tree
+from fdp._placement.slot import AXES, Axis, Slot
+from fdp._transforms.apply import dp_apply
+from fdp._transforms.grad import value_and_grad
+from fdp._trees.tree import flatten
+from fdp._trees.types import AUTO, Auto, AuxWeight, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._compare import Difference, Leaf, Tolerance, first_of, leaves_of, magnitude
 from fdp.testing._sample import Arguments, Place, Sample
 

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from fdp._dims import balanced
-from fdp._join import mean
+from fdp._placement.join import mean
+from fdp._placement.plan import balanced
 from fdp.testing._case import Case, Loss, Run, Way, derivatives
 from fdp.testing._compare import Difference, Leaf, first_of, wide
 

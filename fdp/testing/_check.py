@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from fdp._listing import listed
+from fdp._trees.listing import listed
 from fdp.testing._case import WHERE, Case, Run, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._tensor import is_inexact
-from fdp._tree import Flat, first_difference, flatten, is_array, leaves_up_to
-from fdp._typing import Dims, Tree
+from fdp._placement.moves import is_inexact
+from fdp._trees.tree import Flat, first_difference, flatten, is_array, leaves_up_to
+from fdp._trees.types import Dims, Tree
 from fdp.testing._sample import same_bits
 
 # As torch.testing.assert_close has them, but for the half types, of whose sums atol=1e-5 would ask too much.

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Literal
 
-from fdp._context import ON_SHARD, Slot
+from fdp._placement.slot import ON_SHARD, Slot
 
 
 class Fault:

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from fdp._apply import dp_apply
-from fdp._collectives import axis_index
-from fdp._tensor import is_inexact
-from fdp._tree import flatten
-from fdp._typing import Devices, Dims, Function, Tree
+from fdp._collectives.api import axis_index
+from fdp._placement.moves import is_inexact
+from fdp._transforms.apply import dp_apply
+from fdp._trees.tree import flatten
+from fdp._trees.types import Devices, Dims, Function, Tree
 
 
 def find_nonfinite(

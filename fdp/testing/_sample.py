@@ -5,13 +5,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from fdp._call import Arg, keyword_args, positional_args
-from fdp._dims import Plan
-from fdp._place import flatten_args, plan_args
-from fdp._slots import Slots
-from fdp._tensor import is_inexact
-from fdp._tree import Flat, flatten, is_array, tensors_in, tree_map, unflatten
-from fdp._typing import Dims, Tree
+from fdp._placement.moves import is_inexact
+from fdp._placement.plan import Plan
+from fdp._placement.sharded import Slots
+from fdp._placement.split import flatten_args, plan_args
+from fdp._transforms.arguments import Arg, keyword_args, positional_args
+from fdp._trees.tree import Flat, flatten, is_array, tensors_in, tree_map, unflatten
+from fdp._trees.types import Dims, Tree
 
 Place = tuple[int, int]
 """Which argument, and which leaf of it."""

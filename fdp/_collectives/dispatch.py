@@ -1,0 +1,95 @@
+"""A collective over a tree: which way it takes, with what can be differentiated through it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fdp._collectives.meeting import axis_of, depth, gang_of, inside, meet, said_of
+from fdp._collectives.operations import Extreme, Operation
+from fdp._collectives.rendezvous import What
+from fdp._collectives.transpose import Fence, Handle, Note, Undifferentiable, exchanged, linked
+from fdp._execution.patches import is_forward_mode
+from fdp._mesh.communicator import Place
+from fdp._mesh.reduce import everywhere
+from fdp._placement.slot import Axis
+from fdp._trees.listing import listed
+from fdp._trees.tree import flatten, unflatten
+from fdp._trees.types import Tree
+
+
+def on_tree(
+    where: str, tree: Tree, axis_name: str, make: Callable[[Sequence[int]], Operation], *, numbers: bool = True
+) -> Tree:
+    """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
+    axis = axis_of(where, axis_name)
+    flat = flatten(tree, "tree", where=where)
+    kinds = (Tensor, int, float) if numbers else (Tensor,)
+    wrong = [(i, leaf) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
+    if wrong:
+        kind = "tensors, ints and floats" if numbers else "tensors"
+        each = listed(wrong, lambda pair: f"{flat.path(pair[0])} ({_type(pair[1])})")
+        raise TypeError(f"{where}: only {kind} can be exchanged, not {each}. torch.as_tensor makes tensors of numbers")
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    operation = make([tensor.ndim for tensor in tensors])
+    operation.name = where
+    same = flat.structure, [isinstance(x, Tensor) for x in flat.leaves], operation.options()
+    found = iter(_exchange(axis, operation, tensors, same))
+    plain = [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
+    rest = iter(_of_numbers(axis, where, plain, same))
+    return unflatten(flat.structure, [next(found) if isinstance(leaf, Tensor) else next(rest) for leaf in flat.leaves])
+
+
+def _type(leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+
+
+def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[Any]:
+    reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
+
+    def combine(values: list[list[Any]]) -> list[list[Any]]:
+        columns = zip(*everywhere(values, gang.settings.across, Place(where, repr((key, same)), say)), strict=True)
+        # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
+        return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
+
+    if not numbers or axis.slot.count == 1:
+        return [sum([x]) for x in numbers]  # as with several: bools become ints
+    gang = gang_of(axis, where)
+    index = gang.place(axis.slot)
+    key = gang.number(index, gang.number(index, ("forward", inside(axis))))
+
+    def say() -> str:
+        return said_of(same, ["a tensor"] * sum(same[1]))
+
+    return gang.meet(index, key, What(where, ("numbers", same), say), numbers, combine)
+
+
+def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any) -> Sequence[Tensor]:
+    if not tensors:
+        return ()
+    if isinstance(operation, Extreme):
+        tensors = list(Undifferentiable.apply(operation.name, *tensors))
+    if axis.slot.count == 1:
+        found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
+        return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several
+    gang = gang_of(axis, operation.name)
+    index, forward = gang.place(axis.slot), ("forward", inside(axis))
+    if gang.settings.joint:
+        if depth() > gang.settings.depth:
+            raise RuntimeError(
+                f"{operation.name}: torch.func transforms around the call and inside the mapped function, which is not "
+                "supported where slots meet; fdp.grad and its kin count as inside. Transform on one side only: by "
+                "torch.func.grad(torch.func.grad(f)), where f is fdp.dp_apply of the loss with out_dims='mean'; or by "
+                "torch.autograd.grad of what fdp.grad returns, for arguments that require grad"
+            )
+        met = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
+        return Fence.apply(gang.token, *met.found)
+    if is_forward_mode():
+        raise RuntimeError(
+            f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
+            "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
+        )
+    handle = Handle(gang.token, gang.number(index, forward), same)
+    if depth() > 0:
+        return linked(handle, operation, Note(), tensors)
+    return exchanged(handle, operation, tensors)

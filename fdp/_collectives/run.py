@@ -1,0 +1,281 @@
+"""Running the shards of a call. An executor runs tasks, one a slot, and hands on their results in order."""
+
+import contextlib
+import functools
+import numbers
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+from fdp._collectives.lockstep import Task, run_together
+from fdp._execution.function_traits import (
+    Safe,
+    begin_anew,
+    compilations,
+    is_cold,
+    is_marked,
+    mark,
+    may_compile,
+    meets,
+    must_run_in_order,
+    note,
+    remember_together,
+)
+from fdp._execution.patches import is_forward_mode
+from fdp._execution.random import bookmark, seeded
+from fdp._execution.restart import Again, Together, forget_restarts
+from fdp._execution.thread_state import is_carried, why_not_together
+from fdp._execution.threads import run_side_by_side
+from fdp._mesh.call import Across
+from fdp._placement.plan import Plan
+from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
+from fdp._trees.tree import map_tensors, tensors_in
+from fdp._trees.types import Executor, Function
+from fdp._trees.untraced import leave_alone
+
+Take = Callable[[int, Any], Any]
+
+
+class Mode(NamedTuple):
+    """How the shards of a call run; `fn` is the user's function."""
+
+    executor: Executor
+    seed: int | None
+    fn: Function | None
+    effects: bool = False  # a shard must not begin anew for its first collective
+    apart: bool = False  # the call raises `Again`
+    across: Across | None = None  # the part of this process, where there are others
+
+    def stays_apart(self) -> bool:
+        """Whether the call raises `Again` if its shards come to a collective."""
+        return self.apart or (self.across is not None and self.across.adds_at_end)
+
+
+def thread_safe(fn: Function) -> Function:
+    """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
+
+    `thread_safe(fn)(*args) == fn(*args)`.
+
+    >>> import fdp, torch
+    >>> @fdp.thread_safe
+    ... def loss(w, x):
+    ...     return (x @ w).square().mean()
+    >>> fdp.grad(loss, devices=fdp.virtual_devices(2))(torch.ones(2), torch.eye(2))
+    tensor([1., 1.])
+
+    Functions of tensors are, and so is what `functional` returns. Not safe is what writes to objects that the calls
+    share: a counter, a list of activations, the buffers of a module that is called as it is.
+
+    Args:
+        fn: Any callable.
+
+    Returns:
+        A function of Python and what `functional` returns, itself; any other callable, wrapped in a
+        `functools.partial`. The mark is on this object: a wrapper of it needs one of its own.
+
+    Raises:
+        TypeError: Not callable.
+    """
+    if not callable(fn):
+        raise TypeError(f"thread_safe: expected a function, got {type(fn).__name__}")
+    if isinstance(fn, Safe):
+        return fn
+    if not isinstance(fn, types.FunctionType):
+        fn = functools.partial(fn)
+    mark(fn)
+    return fn
+
+
+def slots_of(plan: Plan, axis_name: str, across: Across | None = None) -> list[Slot]:
+    """The place of every shard of a plan, counted over all processes."""
+    ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
+    several = len(ranks) < len(plan.slots)
+    places, first = [], {slot: i for i, slot in reversed(list(enumerate(plan.slots)))} if several else {}
+    for i, (slot, device) in enumerate(zip(plan.slots, plan.devices, strict=True)):
+        piece = i - first[slot] if several else None
+        places.append(Slot(ranks[slot], len(ranks), plan.rows(i), device, axis_name, piece, across))
+    return places
+
+
+def check_options(executor: Executor, seed: int | None, where: str) -> None:
+    """The executor is one of those that there are, the seed an int."""
+    if executor not in ("auto", "sequential", "threads"):
+        raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
+        raise TypeError(f"{where}: seed must be an int, got {seed!r}")
+
+
+def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
+    """Run one task a slot and let `take` have what each returns, in order.
+
+    If a shard fails the others still run, and the first failure is raised with a note that names all of them.
+    """
+    if not tasks:  # other processes have them
+        return
+    if torch.compiler.is_compiling():
+        if mode.seed is not None:
+            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
+        for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
+            take(i, run_in_slot(slot, task))
+        return
+    taken: list[int] = []
+    name, failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
+    if name is not None:
+        if not mode.effects:
+            remember_together(mode.fn)
+        begin_anew()
+        if mode.stays_apart():
+            raise Again(name)
+        failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
+        if taken and not failures:
+            raise RuntimeError(
+                f"{name} is called in some shards, but not always in all of them. All shards must call the same "
+                "collectives in the same order"
+            )
+    if failures:
+        try:
+            raise _noted(failures)
+        finally:
+            failures.clear()  # the traceback holds this frame: no cycle
+
+
+def _is_known_to_meet(mode: Mode) -> bool:
+    return mode.effects or (meets(mode.fn) and not IN_PLACE.get())  # where collectives are refused
+
+
+def _run_apart(
+    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take
+) -> tuple[str | None, list[tuple[Slot, Exception]]]:
+    """Run shards each by itself: the collective for which all have to be alive, or None and the failures.
+
+    From here on it is a name and no exception, which would be the context of what the user sees.
+    """
+    if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
+        return "", []
+    wanted: list[str] = []
+    go_back = None
+    if mode.seed is None and (slots[0].own_count > 1 or mode.across is not None):
+        go_back = bookmark(dict.fromkeys(slot.device for slot in slots))
+    before = WANTED.set(wanted)
+    try:
+        if _may_use_threads(mode, len(tasks)):
+            failures = run_side_by_side(_in_a_chain(tasks), slots, mode.fn, take)
+        else:
+            failures = _run_in_order(tasks, slots, mode.seed, take)
+    except Together as need:
+        if need.wanted is not wanted:  # a collective of an axis around this one
+            raise
+        if go_back is not None:
+            go_back()
+        need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
+        return need.name, []
+    except BaseException as error:
+        forget_restarts(error)  # an interrupt may have come on its way
+        raise
+    finally:
+        WANTED.reset(before)
+    if wanted and failures and go_back is not None:
+        go_back()
+    if wanted and failures:  # in a `finally` or `except` around the collective, perhaps
+        return wanted[0], []
+    if wanted:
+        raise RuntimeError(
+            f"{wanted[0]}: the function catches what is no Exception around its first collective, by a bare "
+            "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
+        )
+    return None, failures
+
+
+def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks, in which each shard has an alias of its own of what several have, made of that of the one before.
+
+    So that a gradient is summed in the order of the shards. Else it would be in the order in which a backward comes to
+    them, and that depends on how much each thread has recorded before.
+    """
+    shared = [x for task in tasks for x in {id(x): x for x in tensors_in(task.tree) if x.requires_grad}.values()]
+    counts = Counter(map(id, shared))
+    if not torch.is_grad_enabled() or all(count == 1 for count in counts.values()):
+        return tasks
+    links = {id(x): x for x in shared if counts[id(x)] > 1}
+
+    def alias(own: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if id(x) in links and id(x) not in own:
+            links[id(x)] = links[id(x)].expand_as(x)
+            own[id(x)] = links[id(x)].expand_as(x)  # where its parts within a shard are summed
+        return own.get(id(x), x)
+
+    return [Task(task.run, map_tensors(functools.partial(alias, {}), task.tree)) for task in tasks]
+
+
+def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
+    side_by_side = mode.executor == "threads" or (mode.executor == "auto" and is_marked(mode.fn))
+    here = mode.effects and mode.seed is None and not side_by_side
+    compiles = may_compile()
+    if compiles and any(is_cold(mode.fn, slot) for slot in slots):
+        side_by_side = False
+    before = compilations()
+    results, failures = run_together(
+        tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here, across=mode.across
+    )
+    if compiles:
+        for slot in slots:
+            note(mode.fn, slot, compiled=compilations() != before)
+    for i, result in enumerate(results):
+        take(i, result)
+    return failures
+
+
+def run_all(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode) -> list[Any]:
+    """`run`, with all results in a list."""
+    results: list[Any] = []
+    run(tasks, slots, mode, lambda _, result: results.append(result))
+    return results
+
+
+def _run_in_order(
+    tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None, take: Take
+) -> list[tuple[Slot, Exception]]:
+    """One after the other in the caller's thread.
+
+    Kernels on accelerators are asynchronous, so shards on different devices overlap all the same.
+    """
+    failures: list[tuple[Slot, Exception]] = []
+    for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
+        try:
+            result = run_in_slot(slot, task if seed is None else functools.partial(seeded, seed, slot, task))
+        except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
+            raise
+        except Exception as error:
+            failures.append((slot, error))
+        else:
+            take(i, result)
+    return failures
+
+
+def _may_use_threads(mode: Mode, shards: int) -> bool:
+    """Whether shards may run side by side: it is wanted, and they would see what they see in the caller's thread."""
+    if mode.executor == "sequential" or shards < 2 or mode.seed is not None or IN_ORDER.get():
+        return False  # seeded shards take turns with torch's one generator of the CPU
+    if mode.executor == "auto" and (not is_marked(mode.fn) or torch._C._are_functorch_transforms_active()):
+        return False
+    return is_carried() and not is_forward_mode() and not must_run_in_order(mode.fn)
+
+
+def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
+    slot, first = failures[0]
+    texts = [f"{type(error).__name__}: {text_of(error)}" for _, error in failures]
+    notes = [str(slot)]  # the first must be seen, also of many slots
+    for (other, _), text, before in zip(failures[1:], texts[1:], texts, strict=False):
+        notes.append(f"also {other}: {'the same' if text == before else text}")
+    with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+        for note in notes:
+            if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
+                first.add_note(note)
+    return first
+
+
+leave_alone(globals())

@@ -1,0 +1,311 @@
+"""Running slots so that all are alive at once: a thread each, in turns."""
+
+import contextvars
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, final
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fdp._collectives.anchors import ANCHORS
+from fdp._collectives.rendezvous import Gang, Settings
+from fdp._execution.interrupts import shielded
+from fdp._execution.patches import firm
+from fdp._execution.random import KeptGenerators, OwnGenerators
+from fdp._execution.scheduler import MEMBER, Abandoned, Member, Turns, this_member
+from fdp._execution.seats import Job, begin, is_any_at_work
+from fdp._placement.moves import bytes_of
+from fdp._placement.slot import (
+    EXCLUSIVE,
+    IN_ORDER,
+    LENT,
+    SIDE_BY_SIDE,
+    Beside,
+    Slot,
+    be_alone,
+    check_process,
+    fold_in,
+    is_forked,
+    run_in_slot,
+    text_of,
+)
+
+Task = Callable[[], Any]
+
+
+class Outcome(NamedTuple):
+    """What the tasks of each slot have returned, and which slots failed, those first that did not only wait."""
+
+    results: list[list[Any]]
+    failures: list[tuple[Slot, Exception]]
+
+
+def run_gang(
+    tasks: Sequence[Sequence[Task]], slots: Sequence[Sequence[Slot]], settings: Settings, token: object
+) -> Outcome:
+    """Run the tasks of each slot in a thread of its own, so many at a time.
+
+    With a seed one runs at a time, and each draws from generators of its own. So it is where the caller has the random
+    generators to itself: what it draws can be repeated, and what its slots draw has to be.
+    """
+    if settings.seed is not None:
+        be_alone()  # nobody else is to draw from what its slots draw from
+    run = _Run(tasks, slots, settings, token, settings.limit)
+    if settings.seed is None and (settings.limit == 1 or EXCLUSIVE.is_here()):
+        run.take_seed()
+    return run.outcome(run.in_threads)
+
+
+def run_gang_here(
+    tasks: Sequence[Sequence[Task]], slots: Sequence[Sequence[Slot]], settings: Settings, token: object
+) -> Outcome:
+    """`run_gang` with slot 0 in the calling thread; the others begin when it first meets them, else after it.
+
+    So that a function with effects runs as it would without collectives, until it calls one.
+    """
+    run = _Run(tasks, slots, settings, token, 1)
+    return run.outcome(run.here)
+
+
+def _turns(limit: int) -> tuple[Member | None, Turns]:
+    """The turns that slots take part in, and the member that waits for them meanwhile.
+
+    Where this thread has something that it cannot give back, it keeps its turn, and the slots have turns of their own.
+    """
+    around, slot = this_member(), MEMBER.get()
+    if around is None and slot is not None and slot.belongings:
+        raise RuntimeError(
+            "a call with collectives in a thread that a slot has started, while the slot has the random generators. "
+            "Call it in the thread where the function runs, or mark the function with fdp.thread_safe"
+        )
+    if around is not None and firm() <= around.firm:
+        return around, around.turns
+    return None, Turns(1 if EXCLUSIVE.is_here() else limit)
+
+
+@final
+class _Run:
+    def __init__(
+        self,
+        tasks: Sequence[Sequence[Task]],
+        slots: Sequence[Sequence[Slot]],
+        settings: Settings,
+        token: object,
+        limit: int,
+    ) -> None:
+        self._around, turns = _turns(limit)
+        self._is_lent = EXCLUSIVE.is_here() if self._around is None else LENT.get()
+        self._gang = Gang([places[0] for places in slots], settings, turns, token)
+        self._tasks, self._slots, self._settings = tasks, slots, settings
+        self._results: list[list[Any]] = [[] for _ in tasks]
+        self._errors: dict[int, tuple[Slot, BaseException]] = {}
+        self._jobs: Sequence[Job] = ()
+        self._left: SimpleQueue[None] = SimpleQueue()
+        self._first: Member | None = None  # of slot 0, where it runs in the calling thread
+        self._randoms: list[OwnGenerators] = []
+        self._has_taken = False
+
+    def outcome(self, run: Callable[[], None]) -> Outcome:
+        """What becomes of the slots; what is no Exception is raised, when all have ended."""
+        around = self._around
+        try:
+            if around is not None:
+                around.suspend()
+            try:
+                run()
+                check_process(self._gang.process)
+            except BaseException:
+                self._give_up()
+                raise
+            finally:
+                if around is not None and not is_forked(self._gang.process):
+                    around.begin()
+            self._leave_seed()
+            return self._outcome()
+        finally:
+            self._clear()
+
+    def in_threads(self) -> None:
+        """All slots in threads of their own."""
+        self._begin(0)
+        self._wait()
+
+    def here(self) -> None:
+        """Slot 0 in the calling thread."""
+        self._gang.start = self._start_others
+        self._serve_here(0)
+        if self._jobs:
+            self._wait()
+            return
+        # It has met nobody: the others run after it, as if there were no collectives.
+        self._gang.start = None
+        for index in range(1, len(self._tasks)):
+            self._serve_here(index)
+
+    def take_seed(self) -> None:
+        """A seed for slots that take turns, from the state of the caller's generator."""
+        if self._settings.state.fake is not None:  # what has no values draws none
+            return
+        # Inside a transform the state has no memory to read.
+        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
+            state = bytes_of(torch.default_generator.get_state())
+        seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
+        self._settings, self._has_taken = self._settings._replace(seed=seed), True
+
+    def _start_others(self) -> None:
+        # Each has generators of its own from here on; the caller's go on as those of slot 0.
+        self.take_seed()
+        self._begin(1)
+
+    def _begin(self, first: int) -> None:
+        """Start the slots from this one on, in threads."""
+        contexts = [(i, contextvars.copy_context()) for i in range(first, len(self._tasks))]
+        jobs = [Job(partial(self._serve, *place), partial(self._left.put, None)) for place in contexts]
+
+        def start() -> None:
+            self._jobs, self._gang.start = jobs, None
+            self._gang.turns.expect(len(jobs), self._around)
+            try:
+                begin(jobs)
+            except RuntimeError:  # there can be no more threads
+                self._gang.turns.expect(-len(jobs), self._around)
+                raise
+
+        if MEMBER.get() is None:  # nobody else takes these turns yet
+            start()
+        else:
+            shielded(start)
+
+    def _serve(self, index: int, context: contextvars.Context) -> None:
+        """What the thread of a slot does."""
+        try:
+            if torch.get_num_threads() != self._settings.threads:
+                torch.set_num_threads(self._settings.threads)
+            with self._settings.state.restored(), torch.autograd.set_multithreading_enabled(False):
+                context.run(self._work, index)
+        except BaseException as error:
+            self._errors.setdefault(index, (self._slots[index][0], error))
+        finally:
+            check_process(self._gang.process)
+            self._gang.end(index, self._how(index))
+
+    def _serve_here(self, index: int) -> None:
+        """What the calling thread does for a slot; raises what is no Exception."""
+        around, faking = self._around, self._settings.state.fake is not None
+        keeps = index == 0 and not faking and (around is None or not around.belongings)
+        member = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
+        self._first = member
+        before = torch._C._is_multithreading_enabled()
+        try:
+            torch._C._set_multithreading_enabled(before and index > 0)
+            shielded(partial(self._gang.turns.expect, 1, around))
+            contextvars.copy_context().run(self._run_as, index, member)
+        except Exception as error:
+            if is_forked(self._gang.process):
+                raise
+            self._errors.setdefault(index, (self._slots[index][0], error))
+        finally:
+            torch._C._set_multithreading_enabled(before)
+
+    def _work(self, index: int) -> None:
+        seed, place = self._settings.seed, self._slots[index][0]
+        faking = self._settings.state.fake is not None
+        random = None if seed is None or faking else OwnGenerators(fold_in(seed, place.index), place.device)
+        self._randoms += [] if random is None else [random]
+        self._run_as(index, self._member([] if random is None else [random]), random)
+
+    def _member(self, own: Sequence[OwnGenerators]) -> Member:
+        """With generators of its own, or those of the one that waits for it."""
+        around = self._around
+        return Member(self._gang.turns, own or (around.belongings if around is not None else ()), around, firm())
+
+    def _run_as(self, index: int, member: Member, random: OwnGenerators | None = None) -> None:
+        MEMBER.set(member)
+        beside = SIDE_BY_SIDE.get()
+        SIDE_BY_SIDE.set(_Place(member, beside.around if isinstance(beside, _Place) else beside))
+        LENT.set(self._is_lent)
+        IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
+        ANCHORS.set(())  # each thread has a graph of its own
+        member.begin()
+        try:
+            for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
+                try:
+                    if slot.piece and random is not None:
+                        random.renew(slot.piece)
+                    self._results[index].append(run_in_slot(slot, task, gang=self._gang))
+                except BaseException as error:
+                    self._errors[index] = slot, error
+                    raise
+        finally:
+            check_process(self._gang.process)
+            self._gang.end(index, self._how(index))  # before its turn ends, and nobody can go on
+            member.end()
+
+    def _how(self, index: int) -> str:
+        if index not in self._errors:
+            return "has returned"
+        error = self._errors[index][1]
+        if isinstance(error, Abandoned):
+            return "has given up"
+        return f"has raised {type(error).__name__}: {text_of(error)}"
+
+    def _wait(self) -> None:
+        """Until the slots in threads have ended."""
+        while is_any_at_work(self._jobs):
+            self._left.get()
+
+    def _give_up(self) -> None:
+        """After an interrupt: the slots stop at their next collective. Wait until they have."""
+        if is_forked(self._gang.process):
+            return
+        try:
+            shielded(self._end)
+            self._wait()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _end(self) -> None:
+        for index in range(len(self._tasks)):
+            self._gang.end(index, "was interrupted")
+        if self._first is not None:
+            self._first.leave()
+
+    def _leave_seed(self) -> None:
+        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
+        if self._has_taken and any(random.has_drawn() for random in self._randoms):
+            with temporarily_clear_interpreter_stack():
+                torch.rand((), device="cpu")  # whatever the default device is
+
+    def _clear(self) -> None:
+        """Let go: tracebacks hold this object."""
+        self._errors.clear()
+        self._tasks, self._results, self._jobs = (), [], ()
+        self._gang.clear()
+
+    def _outcome(self) -> Outcome:
+        for _, error in self._errors.values():
+            if not isinstance(error, Exception):
+                try:
+                    raise error
+                finally:
+                    del error  # no cycle
+        failures = [(slot, error) for _, (slot, error) in sorted(self._errors.items()) if isinstance(error, Exception)]
+        failures.sort(key=lambda failure: 1 + failure[1].follows if isinstance(failure[1], Abandoned) else 0)
+        return Outcome(self._results, failures)
+
+
+class _Place(NamedTuple):
+    """Of a slot among the others: see `Beside`."""
+
+    member: Member
+    around: Beside | None  # of a call around those that take turns
+
+    def alone(self, *, next_time: bool) -> None:
+        self.member.alone()
+        if self.around is not None:
+            with self.member.without_belongings():
+                self.around.alone(next_time=next_time)

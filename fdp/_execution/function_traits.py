@@ -1,0 +1,157 @@
+"""What is known of functions: marks, and what their runs have shown.
+
+A function that compiles something when it runs should run alone: torch.compile is not made for other threads beside it.
+"""
+
+import functools
+import sys
+import types
+import weakref
+from typing import Any
+
+import torch
+
+from fdp._placement.slot import AXES, CALLS, Slot
+
+_WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
+_most = 0
+_TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
+_APART: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards have not
+_ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alone
+
+
+_SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+class Safe:
+    """A base for callable objects that are safe in threads."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def mark(fn: Any) -> None:
+    """Mark a function object as safe in threads. Not by an attribute: `functools.wraps` would copy it to wrappers."""
+    _SAFE.add(fn)
+
+
+def is_marked(fn: Any) -> bool:
+    """Whether a function is marked, or one that it is a partial or a compiled form of."""
+    while fn is not None:
+        if isinstance(fn, Safe) or (isinstance(fn, types.FunctionType | functools.partial) and fn in _SAFE):
+            return True
+        fn = fn.func if isinstance(fn, functools.partial) else _before_compile(fn)
+    return False
+
+
+def _before_compile(fn: Any) -> Any:
+    """What a function is the compiled form of, None if it is none."""
+    found = getattr(fn, "_torchdynamo_orig_callable", None)
+    if getattr(found, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
+        return getattr(found, "__wrapped__", None)  # an object, around which the compiler has put a function
+    return found
+
+
+def compilations() -> int:
+    """How often this process has compiled a frame."""
+    counter = _of_compiler("convert_frame", "FRAME_COMPILE_COUNTER")
+    return counter.total() if counter is not None else 0
+
+
+def may_compile() -> bool:
+    """Whether something was made by torch.compile."""
+    global _most
+    if compilations() < _most:  # after `torch._dynamo.reset` everything is compiled anew
+        _WARM.clear()
+    _most = compilations()
+    backends = _of_compiler("eval_frame", "cached_backends")
+    # None stands for `torch.compiler.disable`, which optimizers use.
+    return backends is not None and any(backend is not None for backend in list(backends.values()))
+
+
+def _of_compiler(module: str, name: str) -> Any:
+    """What a module of the compiler holds; None if it is not there yet: another thread may be importing it."""
+    return getattr(sys.modules.get(f"torch._dynamo.{module}"), name, None)
+
+
+def is_cold(fn: Any, slot: Slot) -> bool:
+    """Whether `fn` has yet to show that it compiles nothing anew on a shard of this size."""
+    return _kind(slot) not in _WARM.get(_key(fn), ())
+
+
+def note(fn: Any, slot: Slot, compiled: bool) -> None:
+    """Remember whether `fn` has compiled something on a shard."""
+    if compiled:
+        _WARM.pop(_key(fn), None)
+    else:
+        _WARM.setdefault(_key(fn), set()).add(_kind(slot))
+
+
+def must_run_in_order(fn: Any) -> bool:
+    """Whether `fn` has refused to run beside others."""
+    return len(_ORDERED) > 0 and _key(fn) in _ORDERED
+
+
+def remember_order(fn: Any) -> None:
+    """Keep in mind that `fn` refuses to run beside others."""
+    _ORDERED.add(_key(fn))
+
+
+def must_run_together(fn: Any) -> bool:
+    """Whether shards of `fn` have met in collectives."""
+    return len(_TOGETHER) > 0 and _key(fn) in _TOGETHER
+
+
+def meets(fn: Any) -> bool:
+    """`must_run_together`, with one answer for all slots that come to this call.
+
+    One that learns it meanwhile would run the call once, where the others run it twice: in collectives of axes around
+    the call they would meet in other runs than their own.
+    """
+    known, calls = must_run_together(fn), CALLS.get()
+    gang = next((axis.gang for axis in AXES.get() if axis.gang is not None), None)
+    if gang is None or calls is None:
+        return known
+    calls.count += 1
+    return gang.known.setdefault((*calls.path, calls.count), known)
+
+
+def remember_together(fn: Any) -> None:
+    """Keep in mind that shards of `fn` meet in collectives."""
+    _TOGETHER.add(_key(fn))
+
+
+def begin_anew() -> None:
+    """What is called inside from here on is not what was called inside before."""
+    calls = CALLS.get()
+    if calls is not None:
+        calls.count += 1
+
+
+def runs_apart(fn: Any) -> bool:
+    """Whether shards of `fn` have not met in a call on a mesh, nor elsewhere."""
+    return len(_APART) > 0 and _key(fn) in _APART and not must_run_together(fn)
+
+
+def remember_apart(fn: Any, *, apart: bool) -> None:
+    """Keep in mind whether shards of `fn` have met."""
+    (_APART.add if apart else _APART.discard)(_key(fn))
+
+
+def _key(fn: Any) -> Any:
+    """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    # What `functional` makes has the same code for every module.
+    own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == "fdp.nn._functional"
+    key = fn if own else getattr(fn, "__code__", fn)
+    try:
+        hash(weakref.ref(key))
+    except TypeError:  # an object without a hash, or that nothing can refer to weakly
+        return type(key)
+    return key
+
+
+def _kind(slot: Slot) -> Any:
+    """What, of all that torch.compile makes code for, differs between calls in a usual program."""
+    return None if slot.own_rows is None else len(slot.own_rows), slot.device.type, torch.is_grad_enabled()

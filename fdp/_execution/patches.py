@@ -1,0 +1,172 @@
+"""What torch keeps for the whole process although threads may use it: guarded once shards run side by side."""
+
+import contextvars
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.jit import _builtins
+from torch.nn.utils import stateless
+
+from fdp._placement.slot import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
+
+_INSTALLING = threading.Lock()
+_installed = False
+_functional_call: Callable[..., Any] | None = None
+
+
+def stand_in_for_functional_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a decorator: call this instead of `torch.func.functional_call` in shards that run side by side."""
+    global _functional_call
+    _functional_call = function
+    return function
+
+
+def install() -> None:
+    """Guard functional_call, random state and forward mode, from the first call with threads on."""
+    global _installed
+    if _installed:
+        return
+    with _INSTALLING:
+        if not _installed:
+            _guard_functional_call()
+            for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state"):
+                _guard_random_state(name)
+            _FORWARD.guard(eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting")
+            _FORWARD.guard(forward_ad, "enter_dual_level", "exit_dual_level")
+            _installed = True
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way here; its level is one for all threads."""
+    return forward_ad._current_level >= 0 and not _FORWARD.is_elsewhere()
+
+
+def firm() -> int:
+    """How much this thread has to itself that it cannot give back while it waits for others."""
+    return _FORWARD.depth + IN_PLACE.get()
+
+
+def _guard_functional_call() -> None:
+    """Make `torch.func.functional_call` safe in shards that run side by side.
+
+    It puts its tensors into the module and takes them out again: two threads on one module compute with each other's
+    parameters, and nothing tells. It finds the function that does so by its name at each call, so a stand-in reaches
+    every caller; refusing instead would need the same, and break working code. Other threads, and code that is being
+    compiled, get torch's own.
+    """
+    theirs = stateless._functional_call
+
+    @functools.wraps(theirs)
+    def guarded(
+        module: torch.nn.Module, parameters_and_buffers: Any, args: Any = None, kwargs: Any = None, **options: bool
+    ) -> Any:
+        ours = None if torch.compiler.is_compiling() or not SIDE_BY_SIDE.get() else _functional_call
+        return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
+
+    stateless._functional_call = guarded
+
+
+def _guard_random_state(name: str) -> None:
+    """Have shards that look at the state of torch's generator, from which others draw meanwhile, go on alone.
+
+    Activation checkpointing does: else dropout in it would draw another mask when it recomputes.
+    """
+    guards: dict[Any, Any] = {}  # the two are one function until the compiler is imported
+    for owner in (torch.random, torch):
+        theirs = getattr(owner, name)
+        setattr(owner, name, guards.setdefault(theirs, _alone(theirs)))
+    if name == "manual_seed" and _builtins._builtin_table is not None:  # else it will be filled with what is there now
+        _builtins._register_builtin(torch.manual_seed, "aten::manual_seed")
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            be_alone()
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+class _Turns:
+    """Lets one shard at a time be between an enter and its exit, and threads that it waits for.
+
+    Forward mode has one level for the process: a thread that leaves it takes the tangents of the others along, without
+    an error. The counter of nested jvps has the same flaw.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self._local = threading.local()
+        self._owner: object | None = None
+
+    def guard(self, owner: Any, enter: str, leave: str) -> None:
+        setattr(owner, enter, self._entering(getattr(owner, enter)))
+        setattr(owner, leave, self._leaving(getattr(owner, leave)))
+
+    def is_elsewhere(self) -> bool:
+        return self._owner not in (None, _OWNER.get())
+
+    def _entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(enter)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not SIDE_BY_SIDE.get():  # as without fdp: code may wait here for another thread that does the same
+                return enter(*args, **kwargs)
+            if not self.depth:
+                if self._owner is not None and self._owner is _OWNER.get():  # a thread that waits for this one
+                    return enter(*args, **kwargs)
+                be_alone(next_time=False)  # in order there is no guard
+            EXCLUSIVE.acquire()
+            self.depth += 1
+            if self.depth == 1:
+                self._owner = object()
+                _OWNER.set(self._owner)
+            try:
+                return enter(*args, **kwargs)
+            except BaseException:
+                self._release()
+                raise
+
+        return guarded
+
+    def _leaving(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(leave)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return leave(*args, **kwargs)
+            finally:
+                if self.depth:  # else it was entered before the guard was there
+                    self._release()
+
+        return guarded
+
+    def _release(self) -> None:
+        self.depth -= 1
+        self._owner = self._owner if self.depth else None
+        EXCLUSIVE.release()
+
+    @property
+    def depth(self) -> int:
+        """How often this thread has entered."""
+        return getattr(self._local, "depth", 0)
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        self._local.depth = depth
+
+
+_OWNER: "contextvars.ContextVar[object]" = contextvars.ContextVar("fdp_forward", default=None)  # this code is inside
+_FORWARD = _Turns()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_FORWARD.renew)  # the thread that had its turn may be gone

@@ -1,0 +1,162 @@
+"""Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads.
+
+States are taken under one lock. torch holds one of its own while `get_state` makes a tensor, which may collect garbage
+and so run Python in another thread: if that one asks for a state too, both wait for ever.
+"""
+
+import contextlib
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fdp._execution.scheduler import this_member
+from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Slot, be_alone, fold_in
+
+
+class OwnGenerators:
+    """The generators of a slot, in place of the process's while it has its turn."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._generators = seed, generators_of(device)
+        self._first: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] | None = None
+        self._outside: list[torch.Tensor] = []
+
+    def renew(self, data: int) -> None:
+        """Another seed, during a turn."""
+        for generator in self._generators:
+            generator.manual_seed(fold_in(self._seed, data))
+
+    def resume(self) -> None:
+        """Begin a turn."""
+        EXCLUSIVE.acquire()
+        self.remember()
+        self.put()
+
+    def pause(self) -> None:
+        """End a turn."""
+        self._own = [generator.get_state() for generator in self._generators]
+        deque(self._restore(), 0)
+        EXCLUSIVE.release()
+
+    def remember(self) -> Iterator[Any]:
+        """Keep the states that are there. What is returned puts back those that were kept last."""
+        self._outside[:] = [generator.get_state() for generator in self._generators]
+        return self._restore()
+
+    def put(self) -> None:
+        """Put its own states in place."""
+        for i, generator in enumerate(self._generators):
+            if self._own is None:
+                self._first.append(generator.manual_seed(self._seed).get_state())
+            else:
+                generator.set_state(self._own[i])
+
+    def _restore(self) -> Iterator[Any]:
+        put: Any = operator.call
+        return map(put, [generator.set_state for generator in self._generators], self._outside)
+
+    def has_drawn(self) -> bool:
+        """Whether something was drawn."""
+        return self._own is not None and not all(map(torch.equal, self._own, self._first))
+
+
+@final
+class KeptGenerators(OwnGenerators):
+    """Those of the slot in the calling thread: what it finds there, and leaves."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, device)
+
+    def renew(self, data: int) -> None:
+        """It goes on."""
+
+    def resume(self) -> None:
+        if self._own is not None:
+            with EXCLUSIVE.held():
+                for generator, state in zip(self._generators, self._own, strict=True):
+                    generator.set_state(state)
+
+    def pause(self) -> None:
+        with EXCLUSIVE.held():
+            self._own = [generator.get_state() for generator in self._generators]
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a function on a device draws from."""
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        generators.append(torch.get_device_module(device).default_generators[device.index])
+    return generators
+
+
+def seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
+    """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
+    be_alone()
+    own = fold_in(seed, slot.index)
+    own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
+    generators, member = OwnGenerators(own, slot.device), this_member()
+    with EXCLUSIVE.held():
+        IN_ORDER.set(True)  # until the end of the shard's context
+        restore = generators.remember()
+        try:
+            generators.put()
+            with contextlib.nullcontext() if member is None else member.owning(generators):
+                return call()
+        finally:
+            deque(restore, 0)  # one call of C, which no interrupt comes before or into
+
+
+def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
+    """Where the generators are now; the function goes back there, as if nothing had been drawn meanwhile.
+
+    Where others draw from them at the same time nothing can be repeated, and it does nothing.
+    """
+    member = this_member()
+    is_shared = SIDE_BY_SIDE.get() is not None and (member is None or not member.belongings)
+    if is_shared or torch._C._len_torch_dispatch_stack() or _is_capturing(devices):
+        return _stay
+    generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]
+    before = _states(generators)
+    if not before:
+        return _stay
+
+    def go_back() -> None:
+        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
+            deque(map(torch.Generator.set_state, generators, before), 0)
+
+    return go_back
+
+
+def _stay() -> None:
+    return
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """The states; none if another thread has the lock."""
+    states: list[torch.Tensor] = []
+    read = partial(states.__iadd__, map(torch.Generator.get_state, generators))
+    steps = [read] if LENT.get() else [partial(EXCLUSIVE.lock.acquire, False), read, EXCLUSIVE.lock.release]
+    is_transformed = torch._C._are_functorch_transforms_active()
+    # Inside a transform a state has no memory to read.
+    with temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext():
+        all(map(operator.call, steps))  # one call of C, which no interrupt comes into; it ends at what returns False
+    return states
+
+
+def _on_accelerator(device: torch.device) -> Sequence[torch.Generator]:
+    """The generator of a device, if there is one that has been used."""
+    if device.type in ("cpu", "meta"):
+        return ()
+    index = device.index or 0
+    return getattr(torch.get_device_module(device), "default_generators", ())[index : index + 1]
+
+
+def _is_capturing(devices: Collection[torch.device]) -> bool:
+    """Whether a graph is being captured, in which nobody may ask a generator for its state."""
+    return any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,155 @@
+"""What goes through all processes, with gradients: each takes the same results for functions of the same parameters.
+
+A gradient of what is the same everywhere is the same everywhere too, so a process hands on its own part of it. Where
+parameters enter, the parts of all processes are summed, as they are over slots.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._execution.patches import is_forward_mode
+from fdp._mesh.communicator import Place, Talk, Wire
+
+
+def total(wire: Wire, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
+    """The sum over processes of each; those that are `ours` may be overwritten where nothing differentiates."""
+    if not tensors:
+        return []
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if differentiated or torch._C._are_functorch_transforms_active() or is_forward_mode():
+        return list(Total.apply(wire, name, *tensors))
+    return wire.sums(tensors, name, ours)
+
+
+class Total(torch.autograd.Function):
+    """The sum over processes."""
+
+    @staticmethod
+    def forward(wire: Wire, name: str, *tensors: Tensor) -> Any:
+        return tuple(wire.sums(tensors, name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.wire, ctx.name, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
+        return None, None, *Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return Total.apply(ctx.wire, ctx.name, *tangents[2:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        wire, name, *tensors = args
+        moved = _batched(info, in_dims[2:], tensors)
+        return Total.apply(wire, name, *moved), (0,) * len(moved)
+
+
+class Parts(torch.autograd.Function):
+    """The tensors of all processes, in a new first dimension."""
+
+    @staticmethod
+    def forward(wire: Wire, name: str, tensor: Tensor) -> Any:
+        return torch.stack(wire.all(tensor, name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.wire, ctx.name, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (whole,) = Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)  # as in `Total`
+        return None, None, whole[ctx.wire.position]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return Parts.apply(ctx.wire, ctx.name, tangents[2])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        wire, name, tensor = args
+        return Parts.apply(wire, name, *_batched(info, in_dims[2:], [tensor])), 1
+
+
+class Entered(torch.autograd.Function):
+    """Tensors that are the same in all processes, as they are or as `values`; their gradients are summed over them.
+
+    What has a gradient in no process has none. In a process without shards `counts` is False: its zeros are none.
+    """
+
+    @staticmethod
+    def forward(talk: Talk, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
+        return tuple(values or (x.view_as(x) for x in tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.talk, ctx.name, _, ctx.counts, *tensors = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in tensors]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
+        given = [ctx.counts and grad is not None for grad in grads]
+        place = Place(name, repr(shapes), lambda: f"gradients of {shapes}")
+        table = ctx.talk.wire.agree(place, [all(given)])
+        if any(has_all for (has_all,) in table):
+            there = list(range(len(grads)))
+        else:
+            columns = zip(*ctx.talk.wire.objects(given, name), strict=True)
+            there = [i for i, column in enumerate(columns) if any(column)]
+        filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
+        found: list[Any] = [None] * len(grads)
+        for i, x in zip(there, Total.apply(ctx.talk.wire, name, *filled) if there else (), strict=True):
+            found[i] = x
+        return None, None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(x.view_as(x) for x in tangents[4:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return Entered.apply(*args), tuple(in_dims[4:])
+
+
+class Tied(torch.autograd.Function):
+    """The first `count` tensors as they are, as functions of the others with gradients of zero.
+
+    So that a process without shards takes part in the backward.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> Any:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count, *tensors = inputs
+        ctx.save_for_backward(*tensors[ctx.count :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        zeros = [torch.zeros_like(x) for x in inputs]
+        # They depend on the inputs again, so that this process takes part in a gradient of the gradient.
+        return None, *([None] * ctx.count), *Tied.apply(len(zeros), *zeros, *inputs, *grads)
+
+
+def _filled(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]

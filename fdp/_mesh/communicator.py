@@ -1,0 +1,290 @@
+"""What processes say to each other, over torch.distributed: that they are at the same place, sums, and their tensors.
+
+Before any data there is a header, which all processes compare. Who has failed says so in the header that the others
+wait for, so that nobody waits for one who does not come, and all are at the same place again afterwards.
+"""
+
+import contextlib
+import datetime
+import pickle
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as is_transformed
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fdp._execution.restart import Again
+from fdp._mesh.buckets import buckets_of, like, summable
+from fdp._mesh.underway import Operation
+from fdp._placement.moves import bytes_of
+from fdp._placement.slot import text_of
+from fdp._trees.listing import differing
+
+_FAILED, _AGAIN = 1, 2
+
+
+class Place(NamedTuple):
+    """Where a process is: the name of what it does, and what of it has to be the same everywhere, or None."""
+
+    name: str
+    same: str | None = None
+    say: Callable[[], str] = str
+
+
+class Elsewhere(RuntimeError):
+    """Raised where another process has failed, or has gone elsewhere."""
+
+    def __reduce__(self) -> Any:
+        return RuntimeError, self.args  # for those who load it, too
+
+
+Elsewhere.__name__ = Elsewhere.__qualname__ = "RuntimeError"  # for users it is one
+Elsewhere.__module__ = "builtins"
+
+
+@final
+class Talk:
+    """What the processes of a wire say in one call; it is over as soon as one of them has failed."""
+
+    def __init__(self, wire: "Wire") -> None:
+        self.wire = wire
+        self.is_over = False
+        self._error: Exception | None = None
+
+    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+        """`begin`, and what comes of it."""
+        return self.begin(place, numbers, failure)()
+
+    def begin(
+        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """`Wire.begin`, unless it has failed before: then the others do not wait any more."""
+        if self.is_over:
+            if failure is not None:
+                return list
+            raise Elsewhere(f"{place.name}: {self._error or 'another process has failed before'}")
+        self.is_over = True
+        wait = self.wire.begin(place, numbers, failure)
+
+        def finish() -> list[list[int]]:
+            try:
+                found = wait()
+            except Exception as error:
+                self._error = error
+                raise
+            self.is_over = failure is not None
+            return found
+
+        return finish
+
+
+@final
+class Wire:
+    """Some processes, by their ranks in the mesh, and the group in which they talk."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, width: int, timeout: datetime.timedelta) -> None:
+        self.group: Any = group
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.rank: int = rank
+        self._width, self._timeout = width, timeout
+        kinds = str(dist.get_backend_config(group))
+        self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
+        self._is_gloo = "gloo" in kinds
+        self._missed: str | None = None  # who, once that has been asked
+
+    def narrowed(self, ranks: tuple[int, ...]) -> "Wire | None":
+        """A wire between some of these processes, all of which make it together; None if this is none of them."""
+        group = dist.new_group([self._global(self.ranks.index(rank)) for rank in ranks], timeout=self._timeout)
+        return Wire(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
+
+    @property
+    def position(self) -> int:
+        """Which of the processes this is."""
+        return self.ranks.index(self.rank)
+
+    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+        """`begin`, and what comes of it."""
+        return self.begin(place, numbers, failure)()
+
+    def begin(
+        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+    ) -> Callable[[], list[list[int]]]:
+        """Meet the other processes and exchange a few numbers. All are at the same place, or all raise `Elsewhere`.
+
+        The process that failed does not raise: it has an error of its own. What is returned waits for the others.
+        """
+        digest = 0 if place.same is None else zlib.crc32(f"{place.name} {place.same}".encode())
+        status = 0 if failure is None else _AGAIN if isinstance(failure, Again) else _FAILED
+        own = [zlib.crc32(place.name.encode()), digest, status, *numbers]
+        assert len(numbers) <= self._width  # all headers have one size, or nobody could compare them
+        header = torch.tensor(own + [0] * (self._width + 3 - len(own)), dtype=torch.int64, device=self._control)
+        table = [torch.empty_like(header) for _ in self.ranks]
+        wait = self._start(place.name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
+
+        def finish() -> list[list[int]]:
+            wait()
+            rows = [row.tolist() for row in table]
+            digests = {row[1] for row in rows if row[1]}
+            statuses = {row[2] for row in rows}
+            if statuses == {0} and len(digests) <= 1 and all(row[0] == own[0] for row in rows):
+                return [row[3 : 3 + len(numbers)] for row in rows]
+            how = (
+                None
+                if failure is None or status != _FAILED
+                else f"has raised {type(failure).__name__}: {text_of(failure)}"
+            )
+            trace = "" if failure is None or status != _FAILED else "".join(traceback.format_exception(failure))
+            *said, traces = zip(*self.objects((place.name, place.say(), how, trace), place.name), strict=True)
+            if status == _FAILED:
+                return []
+            if _AGAIN in statuses and _FAILED not in statuses:
+                raise Again
+            error = Elsewhere(self._explain(place, list(zip(*said, strict=True))))
+            for rank, text in zip(self.ranks, traces, strict=True):  # it may be ended before it has printed it
+                if text:
+                    error.add_note(f"In process {rank}:\n{text.rstrip()}")
+            raise error
+
+        return finish
+
+    def _explain(self, place: Place, said: Sequence[tuple[str, str, str | None]]) -> str:
+        failed = [f"process {rank} {how}" for rank, (_, _, how) in zip(self.ranks, said, strict=True) if how]
+        if failed:
+            return f"{place.name} in process {self.rank} fails: {'; '.join(failed)}"
+        if any(name != place.name for name, _, _ in said):
+            each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
+            return f"the processes are at different places: {each}. All must do the same in the same order"
+        each = differing([what for _, what, _ in said], [f"process {rank}" for rank in self.ranks])
+        return f"{place.name}: the processes do not fit together: {each}"
+
+    def objects(self, value: Any, name: str) -> list[Any]:
+        """The value of every process, pickled on the way."""
+        try:
+            own = b"\1" + pickle.dumps(value)
+        except Exception as error:  # the others are told, or they would wait
+            own = b"\0" + f"{type(error).__name__}: {text_of(error)}".encode(errors="backslashreplace")
+        with _untransformed():
+            found = self._all_bytes(own, name)
+        for rank, data in zip(self.ranks, found, strict=True):
+            if not data[0]:
+                problem = data[1:].decode()
+                raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {problem}")
+        return [pickle.loads(data[1:]) for data in found]
+
+    def _all_bytes(self, own: bytes, name: str) -> list[bytes]:
+        """The bytes of every process, not none; `dist.all_gather_object` would need numpy."""
+        sizes = self._gathered(torch.tensor([len(own)], device=self._control), name)
+        room = max(int(size) for size in sizes)
+        sent = torch.frombuffer(bytearray(own.ljust(room)), dtype=torch.uint8).to(self._control)
+        arrived = self._gathered(sent, name)
+        return [bytes_of(x.cpu())[: int(size)] for x, size in zip(arrived, sizes, strict=True)]
+
+    def _gathered(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """Tensors of one shape and dtype."""
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        self._start(name, tensor, lambda: dist.all_gather(found, tensor, group=self.group, async_op=True))()
+        return found
+
+    def sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> list[Tensor]:
+        """`begin_sums`, and what comes of it."""
+        return self.begin_sums(tensors, name, ours)()
+
+    def begin_sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> Callable[[], list[Tensor]]:
+        """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs."""
+        buckets = buckets_of(tensors, ours or [False] * len(tensors))
+        flats = []
+        waits = []
+        for indices, in_place in buckets:
+            flat = tensors[indices[0]] if in_place else torch.cat([summable(tensors[i]).reshape(-1) for i in indices])
+            flats.append(flat)
+            waits.append(
+                self._start(name, flat, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True))
+            )
+
+        def finish() -> list[Tensor]:
+            found: list[Any] = [None] * len(tensors)
+            for wait, flat, (indices, in_place) in zip(waits, flats, buckets, strict=True):
+                wait()
+                if in_place:
+                    found[indices[0]] = flat
+                    continue
+                sizes = [tensors[i].numel() * (2 if tensors[i].is_complex() else 1) for i in indices]
+                for i, part in zip(indices, flat.split_with_sizes(sizes), strict=True):
+                    # `.data`: each has a version of its own, so that a write to one is none to the others.
+                    found[i] = like(part.data if len(indices) > 1 else part, tensors[i])
+            return found
+
+        return finish
+
+    def all(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
+        shape = torch.tensor(tensor.shape, dtype=torch.int64, device=self._control)
+        shapes = self._gathered(shape, name) if tensor.ndim else [shape] * len(self.ranks)
+        sizes = [torch.Size(x.tolist()) for x in shapes]
+        room = max(size.numel() for size in sizes) * tensor.element_size()
+        sent = torch.zeros(room, dtype=torch.uint8, device=tensor.device)
+        own = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        sent[: own.numel()] = own
+        arrived = self._gathered(sent, name)
+        return [
+            x[: size.numel() * tensor.element_size()].view(tensor.dtype).reshape(size)
+            for x, size in zip(arrived, sizes, strict=True)
+        ]
+
+    def share(self, tensor: Tensor, position: int, name: str) -> None:
+        """Overwrite the tensor, which is contiguous, by that of one of the processes."""
+        data = tensor.view(-1).view(torch.uint8)
+        source = self._global(position)
+        self._start(name, data, lambda: dist.broadcast(data, source, group=self.group, async_op=True))()
+
+    def share_bytes(self, data: bytes, position: int, name: str) -> bytes:
+        """The bytes of one of the processes; those of the others are as many, not none."""
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._control)
+        self.share(tensor, position, name)
+        return bytes_of(tensor.cpu())
+
+    def _global(self, position: int) -> int:
+        return position if self.group is None else dist.get_global_rank(self.group, position)
+
+    def _start(self, name: str, tensor: Tensor, operation: Callable[[], Any]) -> Callable[[], None]:
+        """Begin an operation on a tensor; what is returned waits for it."""
+        with self._explained(name):
+            if tensor.device.type != "cpu" or not self._is_gloo:
+                work = operation()
+                return lambda: self._wait(name, work.wait)
+            own = Operation(operation, self.group, self.ranks, self.rank)
+        return lambda: self._wait(name, lambda: own.wait(self._timeout), own)
+
+    def _wait(self, name: str, wait: Callable[[], Any], operation: Operation | None = None) -> None:
+        with self._explained(name, operation):
+            wait()
+
+    @contextlib.contextmanager
+    def _explained(self, name: str, operation: Operation | None = None) -> Iterator[None]:
+        try:
+            with _untransformed():
+                yield
+        except (RuntimeError, ValueError) as error:
+            if self._missed is None and operation is not None:
+                self._missed = operation.who(self._timeout)
+            others = ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
+            raise Elsewhere(
+                f"{name}: process {self.rank} could not reach all of the others ({others}){self._missed or ''}. One "
+                f"has ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
+                f"fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
+            ) from error
+
+
+def _untransformed() -> contextlib.AbstractContextManager[object]:
+    """What is said has nothing to do with what is being transformed here."""
+    return temporarily_clear_interpreter_stack() if is_transformed() else contextlib.nullcontext()
+
+
+def first_sentence(error: BaseException) -> str:
+    """What torch says, without its advice."""
+    return (str(error).splitlines() or [""])[0].split(". This is")[0]

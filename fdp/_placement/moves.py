@@ -1,0 +1,130 @@
+"""The four moves of a tensor, each beside its adjoint: split and concat, copy and total.
+
+All are plain differentiable torch, so autograd and torch.func need nothing special here.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from fdp._placement.transfers import Named, report
+
+
+def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
+    """Views of the given sizes along `dim`; one size is the whole tensor and gives the tensor itself."""
+    # One node for all views: the backward of `narrow` would build a full gradient for each.
+    return (tensor,) if len(sizes) == 1 else tensor.split_with_sizes(sizes, dim)
+
+
+def concat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Inverse and adjoint of `split`; a single tensor is returned itself."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *, always: bool = False) -> torch.Tensor:
+    """The tensor on a device: itself if it is there already, unless storage of its own is wanted `always`.
+
+    It is the leaf `index` of `flat`: the log of `transfers` names it so.
+    """
+    if tensor.device != device:
+        report(tensor, device, flat, index)
+        return tensor.to(device)
+    return tensor.clone() if always else tensor
+
+
+def layers(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, and inside the transforms of torch.func the ones that it wraps, innermost last."""
+    found = [tensor]
+    while is_functorch_wrapped_tensor(found[-1]):
+        found.append(get_unwrapped(found[-1]))
+    return found
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has means and gradients: floating-point or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as after `expand`: then nobody can write to the tensor in place."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up in. Half precision has no room for sums: in bfloat16, 256 + 1 is 256."""
+    return torch.promote_types(dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def promoted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the widest of their dtypes. Under autocast the dtype of a result may depend on its rows."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in tensors]
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, of which either may be sparse."""
+    return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+def accumulate(held: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Add to the tensor in the list: in place if that saves memory and nobody can see it."""
+    if held[0].dtype is tensor.dtype and not tensor.requires_grad and not tensor.is_sparse and is_ours(held):
+        held[0].add_(tensor)
+    else:
+        held[0] = add(held[0], tensor)
+
+
+def is_ours(held: list[torch.Tensor]) -> bool:
+    """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
+
+    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    tensor = held[0]
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    if tensor.nbytes < _LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
+        return False  # what cannot be resized is memory of something else, such as a numpy array
+    del tensor, storage
+    return _references(held) == (_ALONE_VIEW if held[0]._is_view() else _ALONE)
+
+
+def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
+    """How many refer to a tensor in Python, in C++, to its memory, and to the tensor that it is a view of."""
+    tensor, base = held[0], held[0]._base
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    found = sys.getrefcount(tensor), _Tensor._use_count(tensor), memory
+    return found if base is None else (*found, sys.getrefcount(base), _Tensor._use_count(base))
+
+
+_Tensor: Any = torch.Tensor  # not all of it has types
+_LARGE = 2**16  # bytes: below, counting takes longer than allocating
+_ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """What a contiguous tensor on the CPU holds. Not through numpy: torch can be installed without it."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Adjoint of copying to several slots: the sum, in slot order."""
+    if len(tensors) == 1:
+        return tensors[0]
+    dtype = tensors[0].dtype
+    wide = accumulator(dtype)
+    held = [tensors[0].to(wide)]
+    for i in range(1, len(tensors)):
+        accumulate(held, tensors[i].to(wide))
+    return held[0].to(dtype)

@@ -1,0 +1,97 @@
+"""Replicate and unreplicate: the same tree on every slot. Its adjoint is the sum over slots."""
+
+import dataclasses
+
+import torch
+
+from fdp._mesh.entry import begins
+from fdp._mesh.processes import processes_of
+from fdp._mesh.replicate import same_everywhere
+from fdp._placement.devices import as_devices
+from fdp._placement.moves import copy
+from fdp._placement.sharded import Replicated, Slots
+from fdp._trees.profiling import staged
+from fdp._trees.tree import Flat, flatten, unflatten
+from fdp._trees.types import Devices, Tree
+
+
+def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: bool = False) -> Replicated:
+    """Put a tree on every slot.
+
+    On a mesh of several processes the values are those of process 0, everywhere.
+
+    `unreplicate(replicate(tree, devices)) == tree`; gradients of the copies add up in `tree`.
+
+    >>> import fdp, torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> copies = fdp.replicate({"w": w}, fdp.virtual_devices(3))
+    >>> sum(shard["w"].sum() for shard in copies.shards).backward()
+    >>> w.grad
+    tensor([3., 3.])
+
+    Args:
+        tree: Any tree; values that are no tensors are passed by reference.
+        devices: One device a slot.
+        copy: Give every slot storage of its own, to be written in place if you like. False reuses what is on the
+            device already, and slots on one device share it.
+        check_values: On a mesh, raise if the values of a process differ from those of process 0, in place of replacing
+            them.
+
+    Returns:
+        One tree a slot. A tensor that stands in several places of the tree stays one tensor.
+
+    Raises:
+        ValueError: A device does not exist; on a mesh, the trees of the processes differ, and where.
+        TypeError: An object that holds tensors but is no tree.
+    """
+    with begins("replicate", devices, ()):
+        processes = processes_of(devices, "replicate")
+        slots = as_devices(devices, "replicate")
+        flat = flatten(tree, "tree", where="replicate")
+        _check_plain(tree, flat, "replicate")
+        if processes is not None:
+            tree = same_everywhere(flat, processes, check_values)
+    copies = replicate_on(tree, slots, always=copy, name="tree", where="replicate")
+    return dataclasses.replace(copies, processes=processes)
+
+
+@staged("replicate")
+def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str) -> Replicated:
+    """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
+    flat = flatten(tree, name, where=where)
+    _check_plain(tree, flat, where)
+    shards = []
+    for device in slots:
+        memo: dict[torch.Tensor, torch.Tensor] = {}  # tensors are keys by identity
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf not in memo:
+                memo[leaf] = copy(leaf, device, flat, i, always=always)
+        shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
+    return Replicated(tuple(shards), slots)
+
+
+def _check_plain(tree: Tree, flat: Flat, where: str) -> None:
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, Slots):
+            what = "the tree" if leaf is tree else flat.path(i)
+            raise TypeError(f"{where}: {what} is a {type(leaf).__name__} already")
+
+
+def unreplicate(replicated: Replicated, *, slot: int = 0) -> Tree:
+    """The tree of one slot, without a copy.
+
+    >>> import fdp, torch
+    >>> fdp.unreplicate(fdp.replicate(torch.ones(2), fdp.virtual_devices(3)))
+    tensor([1., 1.])
+
+    Args:
+        replicated: What `replicate` returned.
+        slot: Which slot's tree.
+
+    Raises:
+        TypeError: Not a `Replicated`.
+        IndexError: There is no such slot.
+    """
+    if not isinstance(replicated, Replicated):
+        raise TypeError(f"unreplicate: expected a Replicated, got {type(replicated).__name__}")
+    return replicated[slot]

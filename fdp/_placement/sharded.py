@@ -1,0 +1,171 @@
+"""`Sharded` and `Replicated`: a tree a slot."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+import torch
+
+from fdp._mesh.processes import Located, Processes
+from fdp._placement.devices import as_devices
+from fdp._placement.picture import Picture, rows_of_slots
+from fdp._trees.table import runs_text
+from fdp._trees.tree import register_leaf
+from fdp._trees.types import AUTO, Auto, Dims, Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Slots(Located):
+    """One tree a slot. Immutable; the tensors inside are not."""
+
+    shards: tuple[Tree, ...]
+    devices: tuple[torch.device, ...]
+    sizes: tuple[int, ...] | None = None
+    dims: Dims | Auto = AUTO
+    processes: Processes | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
+            raise TypeError(f"{type(self).__name__}: shards, devices and sizes are tuples with one entry a slot")
+        if not all(isinstance(device, torch.device) for device in self.devices):
+            object.__setattr__(self, "devices", as_devices(self.devices, type(self).__name__))
+        if not self.shards or {len(self.devices), len(self.sizes or self.shards)} != {len(self.shards)}:
+            raise ValueError(
+                f"{type(self).__name__}: {len(self.shards)} shards, {len(self.devices)} devices, sizes {self.sizes}; "
+                "expected one of each a slot"
+            )
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, slot: int) -> Tree:
+        if isinstance(slot, bool) or not isinstance(slot, int):
+            raise TypeError(f"{type(self).__name__} is indexed by a slot number, not {slot!r}; .shards is a tuple")
+        if not -len(self) <= slot < len(self):
+            raise IndexError(f"slot {slot} of a {type(self).__name__} with {len(self)} slots")
+        return self.shards[slot]
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise TypeError(
+            f"a {type(self).__name__} is not iterable: `a, b = x` would bind slots, not parts. Use x.unzip() for a "
+            f"{type(self).__name__} of tuples, x.shards for the shards"
+        )
+
+    __reversed__ = __iter__
+
+    def __repr__(self) -> str:
+        devices = ", ".join(f"{device}" + f" x {n}" * (n > 1) for device, n in Counter(map(str, self.devices)).items())
+        rows = "" if self.sizes is None else f", rows {'+'.join(map(str, self.sizes))}"
+        slots = f"{len(self)} slot" + "s" * (len(self) > 1)
+        mesh = "" if self.processes is None else f" of process {self.processes.wire.rank}"
+        return f"{type(self).__name__}({slots}{mesh} on {devices}{rows}: {_summary(self.shards[0])})"
+
+    def picture(self, name: str = "") -> Picture:
+        """Where the leaves live; they are called `name`."""
+        kind = type(self).__name__
+        slots = f"{len(self)} slot" + "s" * (len(self) > 1)
+        rows = "" if self.sizes is None else f", rows {runs_text(self.sizes)}"
+        on = {device: [str(i) for i, d in enumerate(self.devices) if d == device] for device in self.devices}
+        where = "; ".join(f"{device}: {', '.join(slots)}" for device, slots in on.items())
+        found = rows_of_slots(self.shards, self.devices, self.sizes, self.dims, name)
+        return Picture(f"{kind}: {slots}{rows} ({where})", tuple(found))
+
+    def __rich__(self) -> Any:
+        return self.picture().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+    def unzip(self) -> tuple[Self, ...]:
+        """Tuples or lists in every slot, turned into a tuple with one of these for each position."""
+        if self.dims == "items":
+            raise TypeError("unzip: the lists in the slots are rows, split by 'items'")
+        kinds = [_kind(shard) for shard in self.shards]
+        if len(set(kinds)) != 1 or type(self.shards[0]) not in (tuple, list):
+            raise TypeError(f"unzip: every slot must hold a tuple, or a list, of the same length, got {kinds}")
+        columns = list(zip(*self.shards, strict=True))
+        given: Any = self.dims
+        dims = given if type(given) in (tuple, list) else (given,) * len(columns)
+        return tuple(dataclasses.replace(self, shards=c, dims=d) for c, d in zip(columns, dims, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sharded(Slots):
+    """A tree split over slots, or what a function returned on each of them.
+
+    >>> import fdp, torch
+    >>> batch = fdp.scatter({"x": torch.arange(5)}, fdp.virtual_devices(2))
+    >>> batch
+    Sharded(2 slots on cpu x 2, rows 3+2: {'x': int64[3]})
+    >>> batch[1]
+    {'x': tensor([3, 4])}
+    >>> a, b = batch.map(lambda shard: (shard["x"].sum(), shard["x"].max())).unzip()
+    >>> a.shards
+    (tensor(3), tensor(7))
+
+    Attributes:
+        shards: One tree a slot.
+        devices: The device of each slot.
+        sizes: Rows of each slot, or None where that is not known.
+        dims: Which dimension of each leaf was split, as a prefix tree, or `AUTO` where that is not known.
+        processes: Those of the mesh whose local slots these are; None if this process is alone.
+    """
+
+    def map(self, fn: Callable[[Tree], Tree]) -> "Sharded":
+        """Apply a function to the tree of every slot, one after the other. The result carries no dims and no sizes."""
+        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Replicated(Slots):
+    """The same tree on every slot, each with storage of its own unless it was made with `copy=False`.
+
+    >>> import fdp, torch
+    >>> params = fdp.replicate({"w": torch.ones(2)}, fdp.virtual_devices(3))
+    >>> params
+    Replicated(3 slots on cpu x 3: {'w': float32[2]})
+    >>> params[2]
+    {'w': tensor([1., 1.])}
+
+    Attributes:
+        shards: One tree a slot.
+        devices: The device of each slot.
+        sizes: None: there are no rows.
+        dims: None: the whole tree is on every slot.
+        processes: As in `Sharded`.
+    """
+
+    dims: Dims | Auto = None
+
+    def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
+        """Apply a function to the tree of every slot, one after the other."""
+        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
+
+
+register_leaf(Sharded)
+register_leaf(Replicated)
+
+
+def _kind(tree: Any) -> str:
+    return f"{type(tree).__name__} of {len(tree)}" if type(tree) in (tuple, list) else type(tree).__name__
+
+
+def _summary(tree: Any, depth: int = 0) -> str:
+    """A tree in a line: tensors as dtype and shape, deep or wide parts left out."""
+    if isinstance(tree, torch.Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    if isinstance(tree, dict):
+        parts, opening, closing = [(f"{key!r}: ", value) for key, value in tree.items()], "{", "}"
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, Slots | type):
+        fields = [field.name for field in dataclasses.fields(tree)]
+        parts, opening, closing = [(f"{n}=", getattr(tree, n)) for n in fields], f"{type(tree).__name__}(", ")"
+    elif isinstance(tree, list | tuple):
+        opening, closing = "[]" if isinstance(tree, list) else ("(", ",)" if len(tree) == 1 else ")")
+        parts = [("", value) for value in tree]
+    else:
+        return repr(tree)[:40]
+    if depth > 2 and parts:
+        return f"{opening}...{closing}"
+    shown = [label + _summary(value, depth + 1) for label, value in parts[:4]]
+    return opening + ", ".join(shown + ["..."] * (len(parts) > 4)) + closing

@@ -1,0 +1,268 @@
+"""What a shard sees of its surroundings: its place among the slots, and the state it must not leak to the others."""
+
+import contextlib
+import contextvars
+import dataclasses
+import operator
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+from fdp._trees.profiling import stage
+from fdp._trees.untraced import leave_alone
+
+
+class Around(Protocol):
+    """The slots of other processes: how many, and what comes before those of this one."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def before(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of a running shard: which one of how many, its rows, its device, and which piece of it runs.
+
+    `own_index` and so on count the slots of this process, `index` and so on those of all: what others have is known
+    when it is needed.
+    """
+
+    own_index: int
+    own_count: int
+    own_rows: range | None
+    device: torch.device
+    axis_name: str
+    piece: int | None = None
+    around: "Around | None" = None
+
+    @property
+    def index(self) -> int:
+        return self.own_index if self.around is None else self.around.offset + self.own_index
+
+    @property
+    def count(self) -> int:
+        return self.own_count if self.around is None else self.around.count
+
+    @property
+    def rows(self) -> range | None:
+        if self.own_rows is None or self.around is None:
+            return self.own_rows
+        return range(self.around.before + self.own_rows.start, self.around.before + self.own_rows.stop)
+
+    def __str__(self) -> str:
+        piece = "" if self.piece is None else f", microbatch {self.piece}"
+        rows = "" if self.rows is None else f", rows {self.rows.start}:{self.rows.stop}"
+        axis = "" if self.axis_name == "data" else f" of axis {self.axis_name!r}"
+        return f"in shard {self.index} of {self.count}{axis}{piece}{rows}, on {self.device}"
+
+
+_SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
+ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
+ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
+IN_PLACE = contextvars.ContextVar("fdp_in_place", default=False)  # a user's module has other tensors than its own
+IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here may not use threads: a lock is held
+
+
+class Axis(NamedTuple):
+    """A named set of slots that this code runs in one of, and where they meet if they are all alive.
+
+    If not, the call notes in `wanted` which collectives the slot has come to.
+    """
+
+    slot: Slot
+    gang: Any
+    wanted: list[str]
+
+
+@final
+class Calls:
+    """How many calls a slot has made, those that begin anew twice: a number that is the same in all slots."""
+
+    def __init__(self, path: tuple[int | None, ...]) -> None:
+        self.path, self.count = path, 0
+
+
+CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("fdp_calls", default=None)
+WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # that of the axis of the next slots
+AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
+
+
+class Beside(Protocol):
+    """The place of a shard beside others of its call that other threads run."""
+
+    def alone(self, *, next_time: bool) -> None:
+        """Wait until no other shard runs, and let none begin before this one ends."""
+        ...
+
+
+SIDE_BY_SIDE: "contextvars.ContextVar[Beside | None]" = contextvars.ContextVar("fdp_side_by_side", default=None)
+
+
+def be_alone(*, next_time: bool = True) -> None:
+    """Called in front of what only one thread can use; `next_time` its function is to run in order at once."""
+    beside = SIDE_BY_SIDE.get()
+    if beside is not None:
+        beside.alone(next_time=next_time)
+
+
+def is_forked(process: int) -> bool:
+    """Whether this is a child of the process with that id."""
+    return os.getpid() != process
+
+
+def check_process(process: int, where: str = "fdp") -> None:
+    """Raise in a child that a shard of a call has forked."""
+    if is_forked(process):
+        raise RuntimeError(
+            f"{where}: this process was forked inside a shard, and the other shards of the call are not in it. "
+            "It can make calls of its own. End it with os._exit, as multiprocessing does"
+        )
+
+
+def run_in_thread(job: Callable[[], None], process: int) -> None:
+    """What a thread of fdp does. In a child that the job has forked there is nothing else than this thread."""
+    try:
+        job()
+    except BaseException:
+        if not is_forked(process):
+            raise
+        traceback.print_exc()
+        os._exit(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: SIDE_BY_SIDE.set(None))  # those beside it are not there
+
+
+def current_slot() -> Slot | None:
+    """The slot that this code runs in, innermost call first; None outside of mapped functions."""
+    # A traced function cannot read context variables.
+    return None if torch.compiler.is_compiling() else _SLOT.get(None)
+
+
+def run_in_slot(
+    slot: Slot,
+    call: Callable[[], Any],
+    context: contextvars.Context | None = None,
+    gang: Any = None,
+) -> Any:
+    """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
+    if torch.compiler.is_compiling():
+        return call()
+
+    def enter() -> Any:
+        _SLOT.set(slot)
+        around = CALLS.get()
+        CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
+        AXES.set((*AXES.get(), Axis(slot, gang, WANTED.get([]))))
+        # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            _current_device(slot.device),
+            stage(f"shard {slot.own_index}"),
+        ):
+            watcher = ON_SHARD.get()
+            if watcher is None:
+                return call()
+            watcher(slot, "before")
+            result = call()
+            watcher(slot, "after")
+            return result
+
+    return (context or contextvars.copy_context()).run(enter)
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, if it can say something."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text raises {type(broken).__name__})"
+
+
+def fold_in(seed: int, data: int) -> int:
+    """A new seed from a seed and a number, such that different numbers give unrelated streams.
+
+    >>> import fdp
+    >>> fdp.fold_in(0, 1) == fdp.fold_in(0, 1), fdp.fold_in(0, 1) == fdp.fold_in(0, 2)
+    (True, False)
+
+    Args:
+        seed: Any integer; it counts modulo 2**64.
+        data: Any integer, likewise: the number of a slot, of a step, of an epoch.
+
+    Returns:
+        An integer in `[0, 2**63)`, for `torch.manual_seed` and the like.
+
+    Raises:
+        TypeError: A float, or something else that is no integer.
+
+    The mixing is SplitMix64's (Steele, Lea and Flood, 2014); the name and use are `jax.random.fold_in`'s.
+    """
+    return _mix(_mix(operator.index(seed) & _MASK) ^ (operator.index(data) & _MASK)) >> 1
+
+
+_MASK = (1 << 64) - 1
+
+
+@final
+class ProcessLock:
+    """A lock that one thread may take several times, and that a forked child has anew, whoever holds it here."""
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.lock = threading.RLock()
+
+    def acquire(self) -> None:
+        """Wait for it."""
+        if not LENT.get():
+            self.lock.acquire()
+
+    def release(self) -> None:
+        """Let others have it."""
+        if not LENT.get():
+            self.lock.release()
+
+    def is_here(self) -> bool:
+        """Whether this thread has it, or one that waits for this thread."""
+        return LENT.get() or self.lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def held(self) -> contextlib.AbstractContextManager[object]:
+        """The lock itself: a context manager in Python could keep it if an interrupt comes as it is entered."""
+        return contextlib.nullcontext() if LENT.get() else self.lock
+
+
+LENT = contextvars.ContextVar("fdp_lent", default=False)  # this thread may do what a thread may that waits for it
+EXCLUSIVE = ProcessLock()
+"""Held by what cannot go on in two threads: draws from torch's generators, calls of a module in place, forward mode.
+
+One lock for all, so that no two threads can wait for each other's. Who holds it waits for nobody: see `_turns`.
+"""
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type in ("cpu", "meta") or not 0 <= (device.index or 0) < torch.accelerator.device_count():
+        return contextlib.nullcontext()  # under FakeTensorMode there may be devices that do not exist
+    return torch.accelerator.device_index(device.index)
+
+
+leave_alone(globals(), ["run_in_slot"])

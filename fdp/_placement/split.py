@@ -1,0 +1,291 @@
+"""From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fdp._mesh.processes import Processes
+from fdp._placement.devices import as_devices
+from fdp._placement.moves import copy, split
+from fdp._placement.plan import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
+from fdp._placement.sharded import Replicated, Sharded, Slots
+from fdp._trees.listing import listed, odd_first
+from fdp._trees.tree import Flat, array_inside, flatten, unflatten
+from fdp._trees.types import AUTO, Devices, Dims, Tree
+
+_WHOLE = "pass None in in_dims"
+
+Memo = dict[tuple[int, Any], Any]  # the pieces of a tensor along a dim, and its copies on devices
+
+
+def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole: str = _WHOLE) -> list[Flat]:
+    """Flatten named trees; the spec of each leaf becomes the dim that it is split along, None if it is not.
+
+    `whole` is what to do, in messages, for what should not be split.
+    """
+    flats = [flatten(tree, name, dims, choices, where) for name, tree, dims, choices in args]
+    problems: list[TypeError | ValueError] = []
+    for flat in flats:
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
+            if callable(spec) and not isinstance(leaf, Slots):
+                spec = spec(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else None
+            try:
+                flat.specs[i] = None if spec is None else _split_dim(leaf, spec, flat, i, whole)
+            except (TypeError, ValueError) as error:
+                problems.append(error)
+    if problems:
+        raise type(problems[0])(f"{where}: {listed(problems, separator='; ')}")
+    return flats
+
+
+def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
+    """The dim that `spec` comes to for a leaf: an int, 'items', or None where there is nothing to split."""
+    if isinstance(leaf, Slots):
+        return spec
+    if type(spec) is not int:
+        check_in_dim(spec, flat.path(index))
+    if spec == "items":
+        if type(leaf) not in (list, tuple):
+            raise TypeError(f"{flat.path(index)} is a {type(leaf).__name__}; 'items' splits lists and tuples")
+        return spec
+    if not isinstance(leaf, torch.Tensor):
+        if (found := array_inside(leaf)) is not None:
+            raise TypeError(
+                f"{flat.path(index)}{found[0]} is a numpy array of shape {found[1]}, which is not split. "
+                f"Pass torch.as_tensor(array), or {whole} to give it whole to every slot"
+            )
+        return None
+    if leaf.ndim == 0:
+        return None
+    if not -leaf.ndim <= spec < leaf.ndim:
+        raise ValueError(f"dim {spec} is out of range for {flat.path(index)} of shape {tuple(leaf.shape)}")
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind, way_out = ("nested", "a padded one") if leaf.is_nested else ("sparse", "it .to_dense()")
+        raise TypeError(f"{flat.path(index)} is a {kind} tensor, which is not split. Pass {way_out}, or {whole}")
+    return spec
+
+
+# ---- one plan for all arguments
+
+
+def plan_args(
+    flats: Sequence[Flat],
+    devices: Devices,
+    weights: Sequence[float] | None,
+    where: str,
+    *,
+    keep_empty: bool = False,
+    sizes_of: Callable[[int, int], tuple[int, ...]] = balanced,
+    whole: str = _WHOLE,
+) -> tuple[tuple[torch.device, ...], Plan]:
+    """The device of every slot, and the plan on them that all arguments agree with.
+
+    Without `weights`, `sizes_of(rows, slots)` says how many rows each slot has.
+    """
+    held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
+    slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
+    check_tracing(slots, where)
+    sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
+    measured = [(path, _sizes_of(leaf, spec, path, where)) for path, leaf, spec in sharded]
+    sized = [(path, sizes) for path, sizes in measured if sizes is not None]
+    if weights is not None:
+        weights = check_weights(weights, len(slots), where)
+        if sized:
+            raise ValueError(f"{where}: {sized[0][0]} is a Sharded, which fixes the rows of each slot; drop weights")
+    if any(sizes != sized[0][1] for _, sizes in sized):
+        sized = odd_first(sized, lambda each: each[1])
+        each = listed(sized, lambda each: f"{each[0]} has {'+'.join(map(str, each[1]))}")
+        raise ValueError(f"{where}: rows of the slots differ: {each}")
+    rows = _common_rows(flats, sized, where, whole)
+    if sized:
+        return slots, make_plan(rows, slots, sized[0][1], keep_empty=keep_empty)
+    if rows is None:
+        return slots, make_plan(None, slots, keep_empty=keep_empty or bool(sharded))
+    shares = sizes_of(rows, len(slots)) if weights is None else proportional(rows, weights)
+    return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
+
+
+def check_tracing(slots: Sequence[torch.device], where: str) -> None:
+    """Raise where torch.jit would record one split for batches of every size."""
+    if len(slots) > 1 and torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
+            "the function or the module inside a DataParallel, and map the traced one"
+        )
+
+
+def held_slots(flats: Sequence[Flat]) -> list[tuple[str, Slots]]:
+    """All Sharded and Replicated arguments, by their paths."""
+    return [(flat.path(i), leaf) for flat in flats for i, leaf in _slots_in(flat)]
+
+
+def _slots_in(flat: Flat) -> Iterable[tuple[int, Slots]]:
+    return [(i, leaf) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)]
+
+
+def _common_slots(held: Sequence[tuple[str, Slots]], devices: Devices, where: str) -> tuple[torch.device, ...]:
+    """The devices that were given, else those of the Sharded arguments, else of the Replicated ones."""
+    sharded = [(path, leaf) for path, leaf in held if isinstance(leaf, Sharded)]
+    first = (sharded or held or [None])[0]
+    if devices is not None or first is None:
+        slots, source = as_devices(devices, where), "devices"
+        if sharded and sharded[0][1].devices == slots[: len(sharded[0][1])]:
+            slots = sharded[0][1].devices  # a short last batch leaves slots out
+    else:
+        slots, source = first[1].devices, first[0]
+    for path, leaf in held:
+        # A Replicated may have more slots than are used here, and lends its first ones.
+        theirs = leaf.devices[: len(slots)] if isinstance(leaf, Replicated) else leaf.devices
+        if theirs != slots:
+            raise ValueError(
+                f"{where}: {path} is on {len(leaf)} slots ({', '.join(map(str, leaf.devices))}), but {source} has "
+                f"{len(slots)} ({', '.join(map(str, slots))})"
+            )
+    return slots
+
+
+def common_processes(
+    held: Iterable[tuple[str, Slots]], devices: Devices, given: Processes | None, where: str
+) -> Processes | None:
+    """Those that the devices and all Sharded and Replicated arguments are spread over; None if there are no others."""
+    held = list(held)
+    found = given if devices is not None or not held else held[0][1].processes
+    for path, slots in held:
+        if slots.processes is not found:
+            on, other = ("a mesh", "not on it") if found is not None else ("this process alone", "on a mesh")
+            raise ValueError(
+                f"{where}: the call is on {on}, but {path} is {other}. fdp.scatter(x, mesh) and fdp.replicate(x, mesh) "
+                "put things on a mesh, and the mesh is given as devices, or not at all"
+            )
+    if found is not None:
+        found.check(where)
+    return found
+
+
+def _sizes_of(sharded: Sharded, spec: Any, path: str, where: str) -> tuple[int, ...] | None:
+    """Rows of each slot: as it was scattered, else measured along `spec`; None if it is not a part of the batch."""
+    if sharded.sizes is not None or spec is None:
+        return None if spec is None else sharded.sizes
+    sizes = [
+        _common_rows(flatten_args([(f"{path}[{i}]", shard, spec, "in_dims")], where), [], where)
+        for i, shard in enumerate(sharded.shards)
+    ]
+    return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+
+def _common_rows(
+    flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ...]]], where: str, whole: str = _WHOLE
+) -> int | None:
+    """The rows that all split leaves have, None if there is no such leaf."""
+    split = [
+        (flat, i, rows_of(leaf, spec))
+        for flat in flats
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
+        if rows_of(leaf, spec) >= 0
+    ]
+    rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
+    if any(size != rows[0] for size in rows):
+
+        def say(k: int) -> str:
+            if k < len(sized):
+                return f"{sized[k][0]} has {rows[k]}"
+            flat, i, size = split[k - len(sized)]
+            return f"{flat.path(i)} has {size} along {_along(flat.specs[i])}"
+
+        each = listed(odd_first(range(len(rows)), lambda k: rows[k]), say)
+        raise ValueError(f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split")
+    return rows[0] if rows else None
+
+
+def rows_of(leaf: Any, spec: Any) -> int:
+    """The rows of a tensor or list that is split, -1 for what is not."""
+    if spec is None or not isinstance(leaf, torch.Tensor | list | tuple):
+        return -1
+    return leaf.shape[spec] if isinstance(leaf, torch.Tensor) else len(leaf)
+
+
+def _along(spec: Any) -> str:
+    return "its items" if spec == "items" else f"dim {spec}"
+
+
+# ---- carrying it out
+
+
+def place(flat: Flat, plan: Plan, memo: Memo, by_rows: Mapping[int, Plan] | None = None) -> list[Tree]:
+    """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
+
+    Where tensors differ in their rows, `by_rows` has the plan for each number of them.
+    """
+    columns = [
+        _cut(leaf, spec, plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan), flat, i, memo)
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
+    ]
+    return [unflatten(flat.structure, [column[i] for column in columns]) for i in range(len(plan.slots))]
+
+
+def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
+    """What each shard gets of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        if spec is None or plan.sizes is None or len(plan.slots) == 1:
+            return [_on(leaf, device, flat, index, memo) for device in plan.devices]
+        if torch.compiler.is_compiling():
+            return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
+        key = (id(leaf), spec)
+        if key not in memo:
+            memo[key] = _pieces(leaf, spec, plan, flat, index)
+        return memo[key]
+    if isinstance(leaf, Slots):
+        return _cut_slots(leaf, spec, plan, flat.path(index))
+    if spec == "items" and plan.sizes is not None:
+        path = flat.path(index)
+        ranges = [rows for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
+        return [
+            to_device(leaf[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]", memo)
+            for rows, device in zip(ranges, plan.devices, strict=True)
+        ]
+    return [leaf] * len(plan.slots)
+
+
+def _pieces(tensor: torch.Tensor, dim: int, plan: Plan, flat: Flat, index: int) -> list[torch.Tensor]:
+    assert plan.sizes is not None
+    parts = zip(split(tensor, plan.sizes, dim), plan.devices, strict=True)
+    return [copy(part, device, flat, index) for part, device in parts]
+
+
+def _on(tensor: torch.Tensor, device: torch.device, flat: Flat, index: int, memo: Memo) -> torch.Tensor:
+    """A whole tensor on a device: the copy that is there, if there is one."""
+    if torch.compiler.is_compiling():
+        return copy(tensor, device, flat, index)
+    key = (id(tensor), device)
+    if key not in memo:
+        memo[key] = copy(tensor, device, flat, index)
+    return memo[key]
+
+
+def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
+    whole = all(a != b for a, b in pairwise(plan.slots))
+    if whole or isinstance(slots, Replicated) or plan.sizes is None:
+        return [slots.shards[slot] for slot in plan.slots]
+    dims = spec if slots.dims is AUTO else slots.dims
+    shards: list[Tree] = []
+    for slot in dict.fromkeys(plan.slots):
+        pieces = [i for i, s in enumerate(plan.slots) if s == slot]
+        part = Plan(
+            tuple(plan.slots[i] for i in pieces),
+            tuple(plan.devices[i] for i in pieces),
+            tuple(plan.sizes[i] for i in pieces),
+        )
+        shards += place(flatten_args([(path, slots.shards[slot], dims, "in_dims")], "microbatches")[0], part, {})
+    return shards
+
+
+def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
+    """The tree, which is called `name`, with every tensor on a device."""
+    flat, memo = flatten(tree, name), {} if memo is None else memo
+    leaves = [
+        _on(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
+        for i, leaf in enumerate(flat.leaves)
+    ]
+    return unflatten(flat.structure, leaves)

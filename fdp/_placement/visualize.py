@@ -1,0 +1,41 @@
+"""Where the leaves of a tree live, to look at."""
+
+from fdp._placement.picture import Picture, Row, rows_of_tree
+from fdp._placement.sharded import Slots
+from fdp._trees.table import count_text
+from fdp._trees.tree import flatten
+from fdp._trees.types import Tree
+
+
+def visualize(tree: Tree) -> Picture:
+    """Show where each leaf of a tree lives: on which device, and which rows of it on which slot.
+
+    In a terminal with `rich.print`, in a notebook as the last line of a cell, anywhere with `print`.
+
+    >>> import fdp, torch
+    >>> batch = fdp.scatter({"x": torch.ones(5, 2), "scale": torch.tensor(1.0)}, fdp.virtual_devices(2))
+    >>> print(fdp.visualize(batch))
+    Sharded: 2 slots, rows 3 + 2 (cpu: 0, 1)
+    leaf        tensor          where                         bytes
+    ───────────────────────────────────────────────────────────────
+    ['scale']   float32[]       whole on cpu x 2            2 x 4 B
+    ['x']       float32[5, 2]   │    0     │  1   │ dim 0      40 B
+
+    Args:
+        tree: Any tree, a `Sharded`, a `Replicated`, or a tree that has such as leaves.
+
+    Returns:
+        A picture of one line a leaf: its dtype, the shape of the whole, how it is split, the bytes on each slot, and
+        where they are. The idea is that of `jax.debug.visualize_array_sharding`.
+
+    Raises:
+        TypeError: An object that holds tensors but is no tree.
+    """
+    if isinstance(tree, Slots):
+        return tree.picture()
+    flat = flatten(tree, "tree", where="visualize")
+    rows: list[Row] = []
+    for i, row in enumerate(rows_of_tree(flat)):
+        leaf = flat.leaves[i]
+        rows += leaf.picture(flat.path(i)).rows if isinstance(leaf, Slots) else [row]
+    return Picture(f"{type(tree).__name__} of {count_text(len(rows), 'leaf', 'leaves')}", tuple(rows))

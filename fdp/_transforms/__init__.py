@@ -1,0 +1,4 @@
+"""The functions that users call on functions: `dp_apply`, `shard_map`, `parallel_apply`, gradients and `explain`.
+
+It imports the rooms below. `nn` and `distributed` stand beside it: none of the three imports another.
+"""

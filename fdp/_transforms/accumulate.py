@@ -1,0 +1,193 @@
+"""Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from fdp._placement.moves import accumulate, accumulator, concat, copy, is_inexact, is_ours
+from fdp._placement.plan import Plan
+from fdp._placement.replicate import replicate_on
+from fdp._placement.sharded import Replicated, Sharded, Slots
+from fdp._placement.split import flatten_args
+from fdp._trees.listing import listed
+from fdp._trees.profiling import staged
+from fdp._trees.tree import Flat, flatten, leaves_up_to, tree_map, unflatten
+from fdp._trees.types import AUTO, Tree
+
+Grad = torch.Tensor | None
+
+
+def check_differentiable(flats: Sequence[Flat], plan: Plan, where: str) -> None:
+    """All leaves of the differentiated arguments are tensors that can carry a gradient."""
+    wrong = []
+    for flat in flats:
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor):
+                wrong += [] if is_inexact(leaf) else [f"{flat.path(i)} ({leaf.dtype})"]
+                continue
+            path = f"{flat.path(i)}[0]" if isinstance(leaf, Slots) else flat.path(i)
+            inner = flatten(leaf.shards[0] if isinstance(leaf, Slots) else leaf, path)
+            for k, part in enumerate(inner.leaves):
+                if not isinstance(part, torch.Tensor):
+                    wrong.append(f"{inner.path(k)} (a {type(part).__name__})")
+                elif not is_inexact(part):
+                    wrong.append(f"{inner.path(k)} ({part.dtype})")
+            if isinstance(leaf, Sharded):
+                _check_sharded(leaf, flat.path(i), flat.specs[i], plan, where)
+    if wrong:
+        raise TypeError(
+            f"{where}: only floating-point and complex tensors can be differentiated in, not {listed(wrong)}. Pass "
+            "the others, such as a module's buffers, in an argument that argnums does not name"
+        )
+
+
+def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Plan, where: str) -> None:
+    if spec is None:
+        # Each slot would get the gradient of its own rows, and parameters would drift apart unnoticed.
+        raise ValueError(
+            f"{where}: {path} is a Sharded. If its shards are equal parameters, pass "
+            "fdp.Replicated(x.shards, x.devices); if they are parts of the batch, give its dim in in_dims"
+        )
+    if len(set(plan.slots)) < len(plan.slots):
+        raise ValueError(f"{where}: {path} is a Sharded, which cannot be differentiated in microbatches")
+    inner = flatten_args([(path, leaf.shards[0], spec if leaf.dims is AUTO else leaf.dims, "in_dims")], where)[0]
+    whole = [i for i, dim in enumerate(inner.specs) if dim is None]
+    if whole:
+        raise ValueError(
+            f"{where}: {listed(whole, inner.path)} was not split, and each slot would hold a part of its gradient. "
+            "Pass it in an argument of its own"
+        )
+
+
+class Gradients:
+    """Takes the gradients of the shards in any order: what is to be summed is summed at once, and not kept."""
+
+    def __init__(self, flats: Sequence[Flat], plan: Plan, device: torch.device | None) -> None:
+        # Under another name, for the log of transfers.
+        self._flats = [flat._replace(name=f"grad of {flat.name}") for flat in flats]
+        self._plan, self._device = plan, device
+        # Of what is split, the part of every shard; of what is whole, the sum so far.
+        self._parts: list[list[list[Any]]] = [
+            [[None] * len(plan.slots) if _is_split(*pair) else [] for pair in zip(flat.leaves, flat.specs, strict=True)]
+            for flat in flats
+        ]
+
+    @staged("reduce")
+    def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
+        """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
+        for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
+            rest = iter(grad)
+            values = leaves_up_to(flat.structure, arg)
+            columns = zip(flat.leaves, flat.specs, all_parts, values, strict=True)
+            for i, (leaf, spec, parts, value) in enumerate(columns):
+                if isinstance(leaf, torch.Tensor):
+                    if spec is None:
+                        self._sum(parts, next(rest), leaf, flat, i)
+                    else:
+                        parts[shard] = _filled(next(rest), value)
+                    continue
+                inner = flatten(value, flat.name)
+                if isinstance(leaf, Replicated):
+                    homes = flatten(leaf.shards[0], flat.path(i))
+                    parts.extend([] for _ in homes.leaves[len(parts) :])
+                    for k, home in enumerate(homes.leaves):
+                        self._sum(parts[k], next(rest), home, homes, k)
+                else:
+                    found = islice(rest, len(inner.leaves))
+                    parts[shard] = unflatten(inner.structure, map(_filled, found, inner.leaves))
+
+    def sums(self) -> list[torch.Tensor]:
+        """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
+        for held, home in self._held():
+            wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
+            held[:] = [held[0].to(wide) if held else torch.zeros_like(home, dtype=wide)]
+        return [held[0] for held, _ in self._held()]
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Tensors like these sums."""
+        return [torch.zeros_like(home, dtype=accumulator(home.dtype)) for _, home in self._held()]
+
+    def ours(self) -> list[bool]:
+        """Which of them nobody else refers to, so that they may be written to."""
+        return [is_ours(held) for held, _ in self._held()]
+
+    def replace_sums(self, sums: Sequence[torch.Tensor]) -> None:
+        """Put others in their place."""
+        for (held, _), x in zip(self._held(), sums, strict=True):
+            held[:] = [x]
+
+    def _held(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        for flat, all_parts in zip(self._flats, self._parts, strict=True):
+            for leaf, spec, parts in zip(flat.leaves, flat.specs, all_parts, strict=True):
+                if isinstance(leaf, torch.Tensor) and spec is None:
+                    yield parts, leaf
+                elif isinstance(leaf, Replicated):
+                    homes = flatten(leaf.shards[0], flat.name).leaves
+                    parts.extend([] for _ in homes[len(parts) :])
+                    yield from zip(parts, homes, strict=True)
+
+    @staged("reduce")
+    def finish(self) -> list[Tree]:
+        """The gradient of each argument: a tree like it, zeros where it is not used."""
+        return [
+            unflatten(flat.structure, [self._joined(flat, i, part) for i, part in enumerate(parts)])
+            for flat, parts in zip(self._flats, self._parts, strict=True)
+        ]
+
+    def _joined(self, flat: Flat, index: int, parts: list[Any]) -> Tree:
+        leaf, spec = flat.leaves[index], flat.specs[index]
+        if isinstance(leaf, Replicated):
+            inner = flatten(leaf.shards[0], flat.path(index))
+            places = enumerate(zip(parts, inner.leaves, strict=True))
+            whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
+            tree, name = unflatten(inner.structure, whole), inner.name
+            copies = replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
+            return dataclasses.replace(copies, processes=leaf.processes)
+        if isinstance(leaf, Sharded):
+            found = dict(zip(self._plan.slots, parts, strict=True))
+            shards = enumerate(leaf.shards)
+            grads = tuple(found[i] if i in found else tree_map(torch.zeros_like, shard) for i, shard in shards)
+            return dataclasses.replace(leaf, shards=grads)
+        if spec == "items":
+            inner = flatten(leaf, flat.path(index))
+            grads = enumerate(leaves_up_to(inner.structure, type(leaf)(chain.from_iterable(parts))))
+            return unflatten(inner.structure, [self._home(grad, inner.leaves[k], inner, k) for k, grad in grads])
+        if spec is None:
+            return self._home(_filled(_only(parts), leaf), leaf, flat, index)
+        if not parts:  # other processes have all rows
+            return torch.zeros_like(leaf)
+        return concat([self._home(part, leaf, flat, index) for part in parts], spec)
+
+    def _sum(self, held: list[torch.Tensor], grad: Grad, home: torch.Tensor, flat: Flat, index: int) -> None:
+        """Add the next gradient to the sum so far, none or one, on the device where the sum goes."""
+        if grad is None:
+            return
+        moved, wide = self._home(grad, home, flat, index), accumulator(home.dtype)
+        del grad  # whether it may be written to depends on who refers to it
+        if held and wide is not home.dtype:
+            held[0], moved = held[0].to(wide), moved.to(wide)
+        if held:
+            accumulate(held, moved)
+        else:
+            held.append(moved)
+
+    def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+        """A gradient on the output device, else where the tensor is that it belongs to."""
+        return copy(grad, self._device or value.device, flat, index)
+
+
+def _is_split(leaf: Any, spec: Any) -> bool:
+    return isinstance(leaf, Sharded) or (spec is not None and not isinstance(leaf, Replicated))
+
+
+def _only(held: Sequence[torch.Tensor]) -> Grad:
+    return held[0] if held else None
+
+
+def _filled(grad: Grad, value: torch.Tensor) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros_like(value)
+    return grad if grad.dtype is value.dtype else grad.to(value.dtype)

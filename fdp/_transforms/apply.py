@@ -1,0 +1,274 @@
+"""A function run once a slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fdp._collectives.lockstep import Task
+from fdp._collectives.run import Mode, check_options, run_all, slots_of
+from fdp._mesh.call import Across
+from fdp._mesh.entry import begins
+from fdp._mesh.join import Part
+from fdp._mesh.processes import processes_of
+from fdp._placement.devices import as_device, as_devices
+from fdp._placement.join import join
+from fdp._placement.replicate import replicate_on
+from fdp._placement.sharded import Sharded, Slots
+from fdp._placement.split import Plan, common_processes
+from fdp._transforms.arguments import (
+    Arg,
+    Options,
+    Shard,
+    call_shard,
+    check_function,
+    check_several,
+    keyword_args,
+    positional_args,
+    prepare,
+)
+from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._trees.untraced import leave_alone
+
+
+def dp_apply(
+    fn: Function,
+    params: Tree,
+    inputs: Tree,
+    devices: Devices = None,
+    *,
+    kwargs: Mapping[str, Tree] | None = None,
+    in_dims: Dims = 0,
+    kwarg_dims: Dims = 0,
+    out_dims: Dims | Auto = AUTO,
+    output_device: DeviceLike | None = None,
+    weights: Sequence[float] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    axis_name: str = "data",
+) -> Tree:
+    """Run a pure function of parameters and a batch on several devices, each with a part of the batch.
+
+    For a row-wise `fn`, `dp_apply(fn, params, x, devices) == fn(params, x)`, values and gradients.
+
+    >>> import fdp, torch
+    >>> def predict(w, x):
+    ...     return x @ w
+    >>> w, x = torch.tensor([1.0, 2.0]), torch.eye(2).repeat(2, 1)
+    >>> fdp.dp_apply(predict, w, x, fdp.virtual_devices(3))
+    tensor([1., 2., 1., 2.])
+
+    Args:
+        fn: Called as `fn(params, inputs, **kwargs)` on each slot, `fn(params, *inputs, **kwargs)` if `inputs` is a
+            tuple. It must not write to its arguments.
+        params: Any tree, whole on every slot; a `Replicated` is used as it is.
+        inputs: Any tree; a tuple means several arguments. A list is one: of a loader's `[x, y]` make `tuple(batch)`. A
+            `Sharded` is used as it is; `sharded.unzip()` makes several of one that holds tuples or lists.
+        devices: One device a slot: None (all accelerators, else the CPU; inside a mapped function its own device), a
+            device or a sequence of them, in which an int is an accelerator and repeats are slots.
+        kwargs: Keyword inputs, split like the others.
+        in_dims: Which dimension holds the rows, as a prefix tree of `inputs`: see `scatter`.
+        kwarg_dims: The same for `kwargs`; a dict may leave out names, which are then split along 0.
+        out_dims: How outputs are joined, as a prefix tree of the output: see `gather`. By default the attribute
+            `fn.out_dims`, else 0.
+        output_device: Where outputs go, by default the device of slot 0.
+        weights: Relative rows of each slot. By default sizes differ by at most one; slots without rows are left out.
+        executor: `"sequential"`: one shard after the other in the calling thread. `"threads"`: side by side, on the CPU
+            as many at once as there are cores. `"auto"`: threads if `fn` is known to be safe in them, because
+            `functional` made it or `thread_safe` marks it, and no transform of torch.func is active.
+        seed: Give slot i the random numbers of `fold_in(seed, i)`, and leave the caller's generators alone. Seeded
+            shards take turns.
+        axis_name: Name of this set of slots, for collectives and messages where calls nest.
+
+    Returns:
+        What `fn` returns on one device. With one slot its tensors are returned without a copy.
+
+    Raises:
+        ValueError: Rows, dims, devices or outputs do not fit; the message says which and where.
+        TypeError: A module instead of a function, or an object that is no tree.
+        RuntimeError: `fn` wrote in place to an argument.
+    """
+    if devices is None and type(inputs) is tuple and inputs and all(isinstance(x, torch.device) for x in inputs):
+        raise TypeError("dp_apply: the inputs are devices; the order is dp_apply(fn, params, inputs, devices)")
+    held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
+    with begins("dp_apply", devices, held):
+        options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)
+        check_function(fn, "dp_apply")
+        if type(inputs) is tuple:
+            args = positional_args(inputs, in_dims, "inputs", "dp_apply")
+        else:
+            args = [Arg("inputs", inputs, in_dims)]
+        named = keyword_args({} if kwargs is None else kwargs, kwarg_dims, "dp_apply")
+        return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
+
+
+def shard_map(
+    fn: Function,
+    *,
+    devices: Devices = None,
+    in_dims: Dims = 0,
+    kwarg_dims: Dims = 0,
+    out_dims: Dims | Auto = AUTO,
+    output_device: DeviceLike | None = None,
+    weights: Sequence[float] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    axis_name: str = "data",
+) -> Function:
+    """Turn a function into one that runs once a slot: `dp_apply` for any number of arguments.
+
+    `shard_map(fn, in_dims=(None, 0))(params, x) == dp_apply(fn, params, x)`.
+
+    >>> import fdp, torch
+    >>> scaled = fdp.shard_map(lambda a, x: a * x, devices=fdp.virtual_devices(2), in_dims=(None, 0))
+    >>> scaled(torch.tensor(10.0), torch.arange(3.0))
+    tensor([ 0., 10., 20.])
+
+    Args:
+        fn: The function of one shard; it must not write to its arguments.
+        in_dims: One spec for all positional arguments, or a tuple with a prefix tree for each; None for what every
+            slot gets whole.
+        devices, kwarg_dims, out_dims, output_device, weights, executor, seed, axis_name: As in `dp_apply`.
+
+    Returns:
+        A function with the arguments of `fn`.
+
+    Raises:
+        TypeError: A module instead of a function. Calling the result raises what `dp_apply` does.
+    """
+    check_function(fn, "shard_map")
+    options = Options("shard_map", devices, output_device, weights, executor, seed, axis_name)
+
+    @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
+    def mapped(*args: Tree, **kwargs: Tree) -> Tree:
+        with begins("shard_map", devices, (*args, *kwargs.values())):
+            positional = positional_args(args, in_dims, "args", "shard_map")
+            return _map_shards(fn, positional, keyword_args(kwargs, kwarg_dims, "shard_map"), out_dims, options)
+
+    return mapped
+
+
+def parallel_apply(
+    fn: Function,
+    *args: Tree,
+    devices: Devices = None,
+    kwargs: Mapping[str, Tree] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    axis_name: str = "data",
+) -> Sharded | tuple[Sharded, ...]:
+    """Run a function on every slot and leave the results where they are: the step of a loop that keeps its state there.
+
+    `parallel_apply(fn, a, b)[i] == fn(a[i], b[i])`.
+
+    >>> import fdp, torch
+    >>> slots = fdp.virtual_devices(2)
+    >>> w = fdp.replicate(torch.ones(2), slots)
+    >>> w, loss = fdp.parallel_apply(lambda w, x: (w - 0.1, (w * x).sum()), w, fdp.scatter(torch.ones(3, 2), slots))
+    >>> loss.shards
+    (tensor(4.), tensor(2.))
+
+    Args:
+        fn: Called with the shards of one slot. It may write to them: they are yours.
+        args: `Sharded` and `Replicated` values on the same slots; anything else is replicated.
+        devices: One device a slot, by default those of the arguments.
+        kwargs: Keyword arguments, like `args`.
+        executor, seed, axis_name: As in `dp_apply`.
+
+    Returns:
+        What `fn` returned on each slot, without dims and rows; where that is a tuple, a tuple of such.
+
+    Raises:
+        ValueError: Arguments are on different slots.
+        TypeError: A module instead of a function.
+    """
+    with begins("parallel_apply", devices, (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))):
+        result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, seed, axis_name)
+    if any(type(shard) is not tuple for shard in result.shards):
+        return result
+    try:
+        return result.unzip()
+    except TypeError as error:
+        raise TypeError(f"parallel_apply: {error}") from None
+
+
+def _on_slots(
+    fn: Function,
+    args: tuple[Tree, ...],
+    kwargs: Mapping[str, Tree],
+    devices: Devices,
+    executor: Executor,
+    seed: int | None,
+    axis_name: str,
+) -> Sharded:
+    """Run a function on every slot."""
+    where = "parallel_apply"
+    check_function(fn, where)
+    check_options(executor, seed, where)
+    keywords = keyword_args(kwargs, None, where)
+    check_several(fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], keywords, where)
+    named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
+    held = {name: arg for name, arg in named.items() if isinstance(arg, Slots)}
+    slots = _state_slots(held, devices)
+    processes = common_processes(held.items(), devices, processes_of(devices, where), where)
+    columns = [
+        arg if isinstance(arg, Slots) else replicate_on(arg, slots, always=True, name=name, where=where)
+        for name, arg in named.items()
+    ]
+    sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
+    shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
+    n = len(args)
+    tasks = [
+        Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
+    ]
+    across = None
+    if processes is not None:
+        across = Across(processes, where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
+    with contextlib.nullcontext() if across is None else across:
+        places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, across)
+        results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, across=across))
+    return Sharded(tuple(results), slots, processes=processes)
+
+
+def _map_shards(
+    fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Arg], out_dims: Dims | Auto, options: Options
+) -> Tree:
+    """Plan, place, run, join."""
+    where = options.where
+    check_several(fn, args, kwargs, where)
+    dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
+    target = None if options.output_device is None else as_device(options.output_device, where)
+    call = prepare(args, kwargs, options)
+    across = call.across
+    with call.part():
+        tasks = [Task(functools.partial(call_shard, fn), shard) for shard in call.shards]
+        mode = Mode(options.executor, options.seed, fn, across=across)
+        outputs = run_all(tasks, slots_of(call.plan, options.axis_name, across), mode)
+        call.watch.check(where)
+        weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
+        device = target or call.device
+        if across is None:
+            return join(outputs, dims, weights, device, "out", where)
+        part = Part(across, outputs, dims, weights, across.rows if call.plan.sizes is not None else 1, device, where)
+        call.check_captured(outputs)
+        across.ends_with(part.place())
+    return part.finish(call.inputs())[0]
+
+
+def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.device, ...]:
+    """The slots that all arguments of `parallel_apply` are on."""
+    on = {name: arg.devices for name, arg in held.items()}
+    if devices is not None or not held:
+        on = {"devices": as_devices(devices, "parallel_apply")} | on
+    slots = next(iter(on.values()))
+    if any(others != slots for others in on.values()):
+        each = ", ".join(f"{name} has {len(others)} ({', '.join(map(str, others))})" for name, others in on.items())
+        raise ValueError(
+            f"parallel_apply: arguments are on different slots: {each}. "
+            "fdp.scatter(..., keep_empty=True) gives every slot a shard, also of a short batch"
+        )
+    return slots
+
+
+leave_alone(globals())

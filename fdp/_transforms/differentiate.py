@@ -1,0 +1,332 @@
+"""How a loss over a batch is differentiated: checked settings, and the call that they describe."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fdp._collectives.lockstep import Task
+from fdp._collectives.run import Mode, run, run_all, slots_of
+from fdp._execution.function_traits import meets, must_run_together, remember_apart, runs_apart
+from fdp._execution.restart import Again, forget_restarts
+from fdp._mesh.entry import begins
+from fdp._mesh.join import Part
+from fdp._placement.devices import as_device
+from fdp._placement.join import join
+from fdp._placement.moves import promoted
+from fdp._placement.plan import pieces
+from fdp._placement.slot import Slot
+from fdp._transforms.accumulate import Gradients, check_differentiable
+from fdp._transforms.arguments import (
+    Arg,
+    Call,
+    Options,
+    Shard,
+    check_function,
+    check_several,
+    keyword_args,
+    positional_args,
+    prepare,
+)
+from fdp._transforms.aux_means import check_means
+from fdp._transforms.shard_grad import (
+    Out,
+    Problem,
+    Result,
+    count_of,
+    forward,
+    is_tracking,
+    joint,
+    needs_transform,
+    transformed,
+)
+from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Differentiation:
+    """The arguments of `value_and_grad`, checked when built."""
+
+    where: str
+    fn: Function
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    devices: Devices = None
+    in_dims: Dims | Auto = AUTO
+    kwarg_dims: Dims = 0
+    reduction: Reduction = "mean"
+    count: Function | None = None
+    aux_dims: Dims | Auto = AUTO
+    aux_weight: AuxWeight = "rows"
+    create_graph: bool | None = None
+    microbatches: int = 1
+    output_device: DeviceLike | None = None
+    weights: Sequence[float] | None = None
+    executor: Executor = "auto"
+    seed: int | None = None
+    axis_name: str = "data"
+
+    def __post_init__(self) -> None:
+        check_function(self.fn, self.where)
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"{self.where}: reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.reduction == "sum" and self.count is not None:
+            raise ValueError(f"{self.where}: count says what a mean is over; reduction='sum' has no use for it")
+        if self.aux_weight not in ("rows", "count"):
+            raise ValueError(f"{self.where}: aux_weight must be 'rows' or 'count', got {self.aux_weight!r}")
+        if self.aux_weight == "count" and self.count is None:
+            raise ValueError(f"{self.where}: aux_weight='count' needs count=, which says what a shard counts")
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"{self.where}: microbatches must be a positive int, got {self.microbatches!r}")
+        if self.count is not None:
+            check_function(self.count, f"{self.where}: count")
+        if self.create_graph not in (None, True, False):
+            raise TypeError(f"{self.where}: create_graph must be None, True or False, got {self.create_graph!r}")
+        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
+            raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
+
+    def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
+        @functools.wraps(self.fn, updated=())  # not fn.out_dims: that is about the loss
+        def differentiated(*args: Tree, **kwargs: Tree) -> Any:
+            value, aux, grads = self._compute(args, kwargs)
+            return arrange((value, aux) if self.has_aux else value, grads)
+
+        return differentiated
+
+    def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+        with begins(self.where, self.devices, (*args, *kwargs.values())):
+            try:
+                return self._compute_once(args, kwargs, apart=runs_apart(self.fn))
+            except Again:  # on a mesh, in all processes
+                remember_apart(self.fn, apart=False)
+            except BaseException as error:
+                forget_restarts(error)
+                raise
+            return self._compute_once(args, kwargs, apart=False)
+
+    def _compute_once(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], *, apart: bool
+    ) -> tuple[torch.Tensor, Tree, Any]:
+        where = self.where
+        positions = self._positions(len(args))
+        in_dims = self.in_dims
+        if in_dims is AUTO:
+            in_dims = tuple(None if i in positions else 0 for i in range(len(args)))
+        target = None if self.output_device is None else as_device(self.output_device, where)
+        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        seed, axis_name = self.seed, self.axis_name
+        check_several(self.fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], kwargs, where)
+        call = prepare(
+            positional_args(args, in_dims, "args", where),
+            keyword_args(kwargs, self.kwarg_dims, where),
+            Options(where, self.devices, self.output_device, self.weights, self.executor, seed, axis_name, same),
+            self.microbatches,
+            apart=apart and not self.create_graph,
+        )
+        outs: list[Any] = [None] * len(call.shards)
+        aliases: list[torch.Tensor] = []
+        with call.part():
+            gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
+            if call.across is not None:
+                call.across.may_add(lambda: [torch.zeros((), dtype=torch.float64), *gradients.zeros()])
+            check_differentiable([call.flats[i] for i in positions], call.plan, where)
+
+            def take(i: int, result: Result) -> None:
+                outs[i] = result.out
+                aliases.extend(result.aliases)
+                gradients.add(i, result.grads, [call.shards[i].args[p] for p in positions])
+
+            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
+            call.watch.check(where)
+            part = None
+            if call.across is not None:
+                call.check_captured([[(out.loss, out.aux) for out in outs], gradients.sums()], aliases)
+                part = self._part(call, gradients, outs, weights, target)
+        if part is not None:
+            ours = gradients.ours()  # before others refer to them
+            (value, aux), sums = part.finish(call.inputs(), gradients.sums(), ours)
+            gradients.replace_sums(sums)
+            remember_apart(self.fn, apart=not must_run_together(self.fn))
+        else:
+            device = target or call.device
+            value = join(promoted([out.loss for out in outs]), self.reduction, weights.own, device, "loss", where)
+            aux = self._joined_aux(outs, call, weights, device) if self.has_aux else None
+        grads = gradients.finish()
+        return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+
+    def _joined_aux(self, outs: Sequence[Out], call: Call, weights: "Weights", device: torch.device) -> Tree:
+        rows = weights.own if self.aux_weight == "count" else call.plan.sizes
+        dims, hint = "mean" if self.aux_dims is AUTO else self.aux_dims, ""
+        if rows is None:
+            hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
+        self._check_aux(outs, call, call.plan.sizes)
+        return join([out.aux for out in outs], dims, rows, device, "aux", self.where, hint)
+
+    def _check_aux(self, outs: Sequence[Out], call: Call, sizes: Sequence[int] | None) -> None:
+        """What has rows is no mean, if nobody said that it is. `sizes`: of all shards."""
+        if self.has_aux and self.aux_dims is AUTO and outs and sizes is not None:
+            check_means(outs[0].aux, outs[0].buffers, sizes, call.flats, self.where)
+
+    def _part(
+        self, call: Call, gradients: Gradients, outs: Sequence[Out], weights: "Weights", target: torch.device | None
+    ) -> Part:
+        """What this process adds to the results of all."""
+        across = call.across
+        assert across is not None
+        of_loss = (weights.own, weights.whole()) if self.reduction == "mean" else (call.plan.sizes, across.rows)
+        rows = (call.plan.sizes, across.rows) if self.aux_weight == "rows" and self.count is not None else of_loss
+        dims = (self.reduction, "mean" if self.aux_dims is AUTO else self.aux_dims)
+        losses = promoted([out.loss for out in outs]) if outs else []
+        trees = [(loss, out.aux) for loss, out in zip(losses, outs, strict=True)]
+        if call.plan.sizes is not None:
+            self._check_aux(outs, call, [piece for size in across.sizes for piece in pieces(size, self.microbatches)])
+        part = Part(across, trees, dims, *rows, target or call.device, self.where, first=of_loss)
+        across.ends_with(part.place(gradients.sums()))
+        if outs:
+            ours = gradients.ours()
+            across.add([part.first(), *gradients.sums()], [False, *ours])
+        return part
+
+    def _positions(self, n_args: int) -> tuple[int, ...]:
+        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if any(not -n_args <= i < n_args for i in numbers):
+            raise ValueError(f"{self.where}: argnums is {self.argnums}, but there are {n_args} positional arguments")
+        positions = tuple(i % n_args for i in numbers)
+        if len(set(positions)) < len(positions):
+            raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
+        return positions
+
+    def _weights(self, problem: Problem, call: Call) -> "Weights":
+        """What each shard counts in the loss: its rows, or what `count` says."""
+        across, sizes = call.across, call.plan.sizes
+        if self.reduction == "sum":
+            return Weights([1] * len(call.shards), lambda: 1)
+        if self.count is None:
+            if sizes is None and len(call.shards) > 1:
+                raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
+            own: Sequence[float] = sizes if sizes is not None else [1]
+
+            def rows() -> float:
+                whole = sum(own) if across is None or sizes is None else across.rows
+                if whole == 0:
+                    raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
+                return whole
+
+            if sum(own) == 0:
+                rows()
+            return Weights(own, rows)
+        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
+        slots = slots_of(call.plan, self.axis_name, across)
+        own = run_all(tasks, slots, Mode("sequential", None, self.count, across=across))
+        if not all(math.isfinite(weight) and weight >= 0 for weight in own):
+            raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
+        whole = sum(own) if across is None else across.total(sum(own), f"count of {self.where}")
+        if whole == 0:
+            raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
+        return Weights(own, lambda: whole)
+
+    def _run(self, problem: Problem, call: Call, take: Callable[[int, Result], None]) -> "Weights":
+        """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
+        weights = self._weights(problem, call)
+        shares = [functools.partial(weights.share, i) for i in range(len(call.shards))]
+        slots = slots_of(call.plan, self.axis_name, call.across)
+        mode = Mode(self.executor, self.seed, self.fn, across=call.across)
+        if self.create_graph and not is_tracking():
+            raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
+        self._run_shards(problem, call, shares, slots, mode, take)
+        return weights
+
+    def _run_shards(
+        self,
+        problem: Problem,
+        call: Call,
+        shares: Sequence[Callable[[], float]],
+        slots: Sequence[Slot],
+        mode: Mode,
+        take: Callable[[int, Result], None],
+    ) -> None:
+        if needs_transform(call.inputs()):
+            tasks = [
+                Task(functools.partial(transformed, problem, share, self.create_graph), shard)
+                for share, shard in zip(shares, call.shards, strict=True)
+            ]
+            return run(tasks, slots, mode, take)
+        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in call.inputs())
+        graph = True if attached else self.create_graph
+        if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
+            # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
+            tasks = [
+                Task(functools.partial(self._alone, problem, attached, share, graph), shard)
+                for share, shard in zip(shares, call.shards, strict=True)
+            ]
+            return run(tasks, slots, mode, take)
+        forwards = [
+            Task(functools.partial(forward, problem, attached=attached, graph=graph), shard) for shard in call.shards
+        ]
+        taken, name = False, ""
+        try:
+            for batch in _rounds(call.plan.slots):
+                losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
+                with _noting([slots[i] for i in batch]):
+                    results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
+                taken = True
+                for i in batch:
+                    take(i, results.pop())  # which lets go of each: it may then be added to in place
+            return
+        except Again as need:  # one backward for all would wait for itself
+            name = need.name
+        if taken:
+            raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
+        if mode.stays_apart():
+            raise Again(name)
+        self._run_shards(problem, call, shares, slots, mode, take)
+
+    def _alone(
+        self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard
+    ) -> Result:
+        found = forward(problem, shard, attached=attached, graph=create_graph)
+        return joint(self.where, [found], [share()], create_graph)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
+
+    own: Sequence[float]
+    whole: Callable[[], float]
+
+    def share(self, index: int) -> float:
+        """The part of a shard in the whole."""
+        return self.own[index] / self.whole()
+
+
+@contextlib.contextmanager
+def _noting(slots: Sequence[Slot]) -> Iterator[None]:
+    """A failure in the backward of several shards says so: which of them it was in, autograd does not tell."""
+    try:
+        yield
+    except Exception as error:
+        where = ", ".join(dict.fromkeys(str(slot.device) for slot in slots))
+        with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+            error.add_note(
+                str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
+            )
+        raise
+
+
+def _rounds(slots: Sequence[int]) -> list[list[int]]:
+    """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on."""
+    seen: dict[int, int] = {}
+    rounds: list[list[int]] = []
+    for i, slot in enumerate(slots):
+        number = seen.get(slot, 0)
+        seen[slot] = number + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(i)
+    return rounds

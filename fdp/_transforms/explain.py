@@ -1,0 +1,189 @@
+"""What a call will do, before anything runs: the same code, on tensors that have no data."""
+
+import contextlib
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+
+from fdp._collectives.run import check_options
+from fdp._mesh.processes import processes_of
+from fdp._placement.report import Plan
+from fdp._placement.report_rows import of_arguments, of_outputs
+from fdp._placement.sharded import Slots
+from fdp._placement.slot import current_slot, text_of
+from fdp._placement.split import flatten_args, plan_args
+from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
+from fdp._transforms.apply import dp_apply
+from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
+from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
+from fdp._trees.tree import Flat, flatten
+from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
+
+
+def explain(
+    fn: Function,
+    params: Tree,
+    inputs: Tree,
+    devices: Devices = None,
+    *,
+    kwargs: Mapping[str, Tree] | None = None,
+    in_dims: Dims = 0,
+    kwarg_dims: Dims = 0,
+    out_dims: Dims | Auto = AUTO,
+    output_device: DeviceLike | None = None,
+    weights: Sequence[float] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    axis_name: str = "data",
+) -> Plan:
+    """Say what `dp_apply` with the same arguments would do: what is split, what is copied, what comes out.
+
+    Nothing is computed and nothing moves: `fn` is called once a slot, with tensors that have a shape, a dtype and a
+    device, and no data (torch's fake tensors). So are those that it takes from elsewhere; what it does to other objects
+    is done. A tensor that it leaves in a cache has no data, and whoever uses it later gets an error. The devices need
+    not exist, but where torch is built without their type, some operations and gradients inside `fn` are a `problem`:
+    use `virtual_devices` there.
+
+    `explain(fn, ...).copies` is what `transfers()` counts in `dp_apply(fn, ...)`.
+
+    >>> import fdp, torch
+    >>> def predict(w, x):
+    ...     return x @ w
+    >>> plan = fdp.explain(predict, torch.ones(3, 2), torch.ones(7, 3), ["cuda:0", "cuda:1"])
+    >>> plan.sizes
+    (4, 3)
+    >>> [(copy.path, copy.nbytes, str(copy.target)) for copy in plan.copies]
+    [('params', 24, 'cuda:0'), ('params', 24, 'cuda:1'),
+     ('inputs', 48, 'cuda:0'), ('inputs', 36, 'cuda:1'), ('out', 24, 'cuda:0')]
+
+    Args:
+        fn, params, inputs, devices: As in `dp_apply`.
+        kwargs, in_dims, kwarg_dims, out_dims, output_device, weights, executor, seed, axis_name: As in `dp_apply`.
+
+    Returns:
+        The plan; it prints itself. Where `fn` depends on values (`x.item()`, `if x.sum() > 0`), or fails, `outputs` is
+        None, `problem` says why, and what else there is holds for the arguments.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: What `dp_apply` would raise for these arguments, or for outputs that
+            cannot be joined; a mesh, or a transform of torch.func around the call.
+    """
+    options = {
+        "in_dims": in_dims,
+        "kwarg_dims": kwarg_dims,
+        "out_dims": getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims,
+        "output_device": output_device,
+        "weights": weights,
+        "executor": executor,
+        "axis_name": axis_name,
+    }
+    _check(fn, devices, params, inputs, kwargs)
+    check_options(executor, seed, "explain")  # there are no random numbers to seed
+    log: list[Transfer] = []
+    with APART, Fakes() as fakes, only(log):
+        flats = _flats(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
+        slots, shares = plan_args(flats, devices, weights, "explain")
+        _check_layouts(flats, shares.devices)
+        fakes.has_graph = has_autograd(slots)
+        dry, problem, joined, collectives = _Dry(fn, log, fakes), None, None, list[Collective]()
+        token = COLLECTIVES.set(collectives)
+        try:
+            with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
+                kwargs = None if kwargs is None else {name: fakes.of(value) for name, value in kwargs.items()}
+                joined = dp_apply(dry, fakes.of(params), fakes.of(inputs), devices, kwargs=kwargs, **options)
+        except Exception as error:
+            if not dry.has_failed and not isinstance(error, fakes.unknown):
+                raise
+            problem = _problem(error, fakes)
+            del log[dry.before :], collectives[:]
+        finally:
+            COLLECTIVES.reset(token)
+    copies = tuple(log)
+    arguments = tuple(leaf for flat in flats for leaf in of_arguments(flat, shares, copies[: dry.before]))
+    joins = copies[dry.after :]
+    outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
+    return Plan(shares.devices, shares.sizes, arguments, outputs, tuple(collectives), copies, problem)
+
+
+def _problem(error: Exception, fakes: Fakes) -> str:
+    """What keeps outputs from being known, and where in the user's code."""
+    known = type(error).__name__
+    if isinstance(error, fakes.unknown):
+        known = "the function depends on values" if isinstance(error, fakes.values) else "torch knows no shapes here"
+    text = text_of(error)
+    if not fakes.has_graph and "is not linked with support for" in text:
+        text += ", for all that the function does. Explain it on fdp.virtual_devices(n)"
+    libraries = os.path.dirname(torch.__file__), os.path.dirname(__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    line = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{known}: {text}{line}"
+
+
+def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
+    check_function(fn, "explain")
+    if torch.compiler.is_compiling():
+        raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
+    held = [leaf for tree in trees for leaf in flatten(tree, "tree", where="explain").leaves if isinstance(leaf, Slots)]
+    if processes_of(devices, "explain") is not None or any(slots.processes is not None for slots in held):
+        raise ValueError(
+            "explain: a mesh of several processes, which would have to talk. devices=mesh.devices, and shards that are "
+            "not on the mesh, explain the part of this process"
+        )
+
+
+def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:
+    """Nested tensors have no shape that could be planned with, and sparse ones none that could be copied."""
+    for flat in flats:
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+                raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
+            is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+            if is_sparse and any(device != leaf.device for device in devices):
+                raise ValueError(
+                    f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot "
+                    "be planned. Explain the call with it on the device of all slots"
+                )
+
+
+def _flats(params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims) -> list[Flat]:
+    if type(inputs) is tuple:
+        args = positional_args(inputs, in_dims, "inputs", "explain")
+    else:
+        args = [Arg("inputs", inputs, in_dims)]
+    named = keyword_args(kwargs, kwarg_dims, "explain")
+    return flatten_args([Arg("params", params, None), *args, *named.values()], "explain")
+
+
+@final
+class _Dry:
+    """The function, with what it returns in each slot kept, and where the log stood when it was called.
+
+    Attributes:
+        before, after: The entries of the log that are no part of what the function itself does.
+    """
+
+    def __init__(self, fn: Function, log: list[Transfer], fakes: Fakes) -> None:
+        self._fn, self._log, self._fakes = fn, log, fakes
+        self.before: int | None = None
+        self.after, self.has_failed = 0, False
+        self.results: dict[int, Tree] = {}
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        slot = current_slot()
+        if self.before is None:
+            self.before = len(self._log)
+        try:
+            with Guard(has_graph=self._fakes.has_graph):
+                result = self._fn(*args, **kwargs)
+        except Exception:
+            self.has_failed = True
+            raise
+        self.after = len(self._log)
+        if slot is not None:
+            self.results[slot.index] = result
+        return result

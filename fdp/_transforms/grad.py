@@ -1,0 +1,155 @@
+"""Gradients of a loss over a batch that is split: those of the whole batch, exactly."""
+
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+from fdp._transforms.differentiate import Differentiation
+from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction
+
+
+class GradOptions(TypedDict, total=False):
+    """The keyword arguments of `value_and_grad`."""
+
+    devices: Devices
+    in_dims: Dims | Auto
+    kwarg_dims: Dims
+    reduction: Reduction
+    count: Function | None
+    aux_dims: Dims | Auto
+    aux_weight: AuxWeight
+    create_graph: bool | None
+    microbatches: int
+    output_device: DeviceLike | None
+    weights: Sequence[float] | None
+    executor: Executor
+    seed: int | None
+    axis_name: str
+
+
+def value_and_grad(
+    fn: Function,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    devices: Devices = None,
+    in_dims: Dims | Auto = AUTO,
+    kwarg_dims: Dims = 0,
+    reduction: Reduction = "mean",
+    count: Function | None = None,
+    aux_dims: Dims | Auto = AUTO,
+    aux_weight: AuxWeight = "rows",
+    create_graph: bool | None = None,
+    microbatches: int = 1,
+    output_device: DeviceLike | None = None,
+    weights: Sequence[float] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    axis_name: str = "data",
+) -> Function:
+    """Turn a loss into a function that returns it with its gradients, computed on several devices.
+
+    For a loss that is a mean over rows, any devices and any split,
+    `value_and_grad(loss, devices=ds)(params, batch) == torch.func.grad_and_value(loss)(params, batch)[::-1]`.
+
+    >>> import fdp, torch
+    >>> def loss(w, x, y):
+    ...     return ((x * w - y) ** 2).mean()
+    >>> x = torch.arange(5.0)
+    >>> fdp.value_and_grad(loss, devices=fdp.virtual_devices(2))(torch.tensor(1.0), x, 3 * x)
+    (tensor(24.), tensor(-24.))
+
+    Args:
+        fn: The loss of a batch: a real 0-dim tensor, or `(loss, aux)` with `has_aux`. It must not write to its
+            arguments.
+        argnums: Which positional arguments to differentiate in; their leaves are floating-point tensors.
+        has_aux: Whether `fn` returns `(loss, aux)`.
+        devices: One device a slot, as in `dp_apply`.
+        in_dims: One spec for all positional arguments or a tuple with one for each, as in `shard_map`. By default None
+            (whole) for those in `argnums`, and 0 for the others.
+        kwarg_dims: The same for keyword arguments.
+        reduction: `"mean"`: the loss is a mean over the rows of its batch. `"sum"`: a sum over them.
+        count: If the loss is a mean over something else than rows, how many there are in a batch: called with the
+            arguments of `fn`. For a mean over tokens that are not padding, their number.
+        aux_dims: How aux is joined, as out_dims in `dp_apply`. By default `"mean"`, and then a leaf whose dim 0 is as
+            long as the rows of a shard is an error, on one slot too: it may have a value for each row, which 0
+            concatenates. Buffers are means whatever their size: those that `functional` returned, and what has the name
+            and the shape of a tensor that comes in whole. With microbatches each of them counts as a shard.
+        aux_weight: What a shard counts in the mean of aux: its `"rows"`, or its `"count"`, as in the loss.
+        create_graph: None: results are differentiable if grad mode is on and they depend on something that requires
+            grad, as in torch.func. False: they are detached. True: keep the graph.
+        microbatches: Run each shard in this many pieces and accumulate: less memory, the same numbers.
+        output_device: Where the value, aux and gradients go. By default the value and aux go to the device of slot 0,
+            and gradients to where the arguments are.
+        weights: Relative rows of each slot, as in `dp_apply`.
+        executor, seed, axis_name: As in `dp_apply`.
+
+    Returns:
+        A function with the arguments of `fn` that returns `(value, grads)`, or `((value, aux), grads)`. `grads` is a
+        tree like the argument, a tuple of such if `argnums` is one. Leaves that are not used have zeros. The gradient
+        of a `Replicated` is a `Replicated`, with the whole gradient on each of its slots.
+
+    Raises:
+        ValueError: No rows, or a count of zero in all; a loss that is not 0-dim; aux that has rows and no aux_dims;
+            what `dp_apply` raises.
+        TypeError: A leaf to differentiate in that is no floating-point tensor; a module instead of a function.
+        RuntimeError: `fn` wrote in place to an argument.
+    """
+    settings = Differentiation(
+        where="value_and_grad",
+        fn=fn,
+        argnums=argnums,
+        has_aux=has_aux,
+        devices=devices,
+        in_dims=in_dims,
+        kwarg_dims=kwarg_dims,
+        reduction=reduction,
+        count=count,
+        aux_dims=aux_dims,
+        aux_weight=aux_weight,
+        create_graph=create_graph,
+        microbatches=microbatches,
+        output_device=output_device,
+        weights=weights,
+        executor=executor,
+        seed=seed,
+        axis_name=axis_name,
+    )
+    return settings.transform(lambda value, grads: (value, grads))
+
+
+def grad_and_value(
+    fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Function:
+    """`value_and_grad` in the order of torch.func: `(grads, value)`, or `(grads, (value, aux))`.
+
+    >>> import fdp, torch
+    >>> loss = lambda w, x: (w * x).mean()
+    >>> fdp.grad_and_value(loss, devices=fdp.virtual_devices(2))(torch.tensor(2.0), torch.ones(3))
+    (tensor(1.), tensor(2.))
+
+    Arguments and errors are those of `value_and_grad`.
+    """
+    _check_names(options, "grad_and_value")
+    settings = Differentiation(where="grad_and_value", fn=fn, argnums=argnums, has_aux=has_aux, **options)
+    return settings.transform(lambda value, grads: (grads, value))
+
+
+def grad(
+    fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Function:
+    """`value_and_grad` without the value: `grads`, or `(grads, aux)`.
+
+    >>> import fdp, torch
+    >>> fdp.grad(lambda w, x: (w * x).mean(), devices=fdp.virtual_devices(2))(torch.tensor(2.0), torch.arange(3.0))
+    tensor(1.)
+
+    Arguments and errors are those of `value_and_grad`.
+    """
+    _check_names(options, "grad")
+    settings = Differentiation(where="grad", fn=fn, argnums=argnums, has_aux=has_aux, **options)
+    return settings.transform(lambda value, grads: (grads, value[1]) if has_aux else grads)
+
+
+def _check_names(options: GradOptions, where: str) -> None:
+    if unknown := [name for name in options if name not in GradOptions.__annotations__]:
+        raise TypeError(f"{where}() got an unexpected keyword argument {unknown[0]!r}; see help(fdp.value_and_grad)")

@@ -1,0 +1,277 @@
+"""The loss and gradients of single shards: by plain autograd, or by torch.func where a transform is active."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from fdp._collectives.anchors import Anchor, no_elements
+from fdp._collectives.transpose import Gate
+from fdp._execution.patches import is_forward_mode
+from fdp._execution.returned import noting
+from fdp._placement.moves import layers
+from fdp._transforms.arguments import Shard, call_shard
+from fdp._trees.tree import flatten, tensors_in, unflatten
+from fdp._trees.types import Function, Tree
+
+
+class Problem(NamedTuple):
+    """What is differentiated: a function, in which positional arguments, and whether it returns `(loss, aux)`."""
+
+    where: str
+    fn: Function
+    argnums: tuple[int, ...]
+    has_aux: bool
+
+
+class Inputs(NamedTuple):
+    """The leaves of the differentiated arguments of a shard, and how many each has."""
+
+    leaves: list[torch.Tensor]
+    structures: list[Any]
+
+    def build(self, leaves: Iterable[Any]) -> list[Tree]:
+        """The arguments, with other leaves."""
+        return [unflatten(structure, part) for structure, part in zip(self.structures, self.cut(leaves), strict=True)]
+
+    def cut(self, leaves: Iterable[Any]) -> list[list[Any]]:
+        """A list for all arguments, as one for each."""
+        rest = iter(leaves)
+        return [list(islice(rest, structure.num_leaves)) for structure in self.structures]
+
+
+class Out(NamedTuple):
+    """What a function returned for a shard, and which leaves of aux are new buffers that `functional` returned."""
+
+    loss: torch.Tensor
+    aux: Tree
+    buffers: frozenset[int] = frozenset()
+
+
+class Result(NamedTuple):
+    """The same with the gradients of the leaves of each differentiated argument, None where it has none."""
+
+    out: Out
+    grads: list[list[torch.Tensor | None]]
+    aliases: Sequence[torch.Tensor] = ()
+    """What the graph of the others leads to: they stand for the leaves."""
+
+
+class Forward(NamedTuple):
+    """What a function returned for a shard, with the tensors that it is differentiated in."""
+
+    out: Out
+    aliases: list[torch.Tensor]
+    inputs: Inputs
+    anchor: Anchor
+
+
+def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether gradients must be taken by torch.func: under its transforms, in inference mode, while compiling.
+
+    Inside `forward_ad.dual_level` too: `detach`, which plain autograd needs here, would drop the tangents.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    active = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled()
+    return active or is_forward_mode() or any(t.is_inference() for t in tensors)
+
+
+def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> Result:
+    """Loss and gradients of one shard by `torch.func.vjp`."""
+    inputs = inputs_of(problem, shard)
+    plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
+    is_open = [True]
+
+    def loss_of(start: torch.Tensor, *leaves: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        anchor = Anchor(start)
+        call = functools.partial(_call, problem, shard, inputs.build(leaves))
+        loss, aux, buffers = anchor.within(call, around=create_graph is not False)
+        flat = flatten(aux, "aux", where=problem.where)
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]
+        plain[:] = [flat.structure, others, buffers]
+        ends = anchor.ends()
+        return (Gate.apply(is_open, loss)[0] if ends else loss, ends), tensors
+
+    with _recording():
+        made: Any = torch.func.vjp(loss_of, no_elements(), *inputs.leaves, has_aux=True)
+        (loss, ends), vjp, tensors = made
+        seed = share()
+        is_open[0] = seed != 0
+        _, *grads = vjp((torch.full_like(loss, seed), ends)) if seed != 0 or ends else [None] * (1 + len(inputs.leaves))
+    structure, others, buffers = plain
+    rest = iter(tensors)
+    aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
+    if create_graph is False:
+        grads = [None if grad is None else grad.detach() for grad in grads]
+        loss, aux = loss.detach(), _detached(aux, problem.where)
+    return Result(Out(loss, aux, buffers), inputs.cut(grads))
+
+
+def _recording() -> contextlib.AbstractContextManager[object]:
+    """As a context: torch.func differentiates, in inference mode too. In that of torch 2.11 it would find zeros."""
+    if _DIFFERENTIATES_IN_INFERENCE_MODE or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())  # what is outside is not to be tracked
+    return stack
+
+
+_DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
+
+
+def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], create_graph: bool | None) -> list[Result]:
+    """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
+    graph = bool(create_graph)
+    if create_graph is None:
+        graph = torch.is_grad_enabled() and any(_reaches_outside(each) for each in forwards)
+    losses = [forward.out.loss for forward in forwards]
+    ends = [forward.anchor.ends() for forward in forwards]
+    given = [i for i, loss in enumerate(losses) if seeds[i] != 0 and loss.requires_grad]
+    live = [i for i, f in enumerate(forwards) if ends[i] or (i in given and f.aliases)]
+    grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
+    if live:
+        roots = [(losses[i], torch.full_like(losses[i], seeds[i])) for i in live if i in given]
+        roots += [(end, torch.zeros_like(end)) for i in live for end in ends[i]]
+        found = iter(
+            torch.autograd.grad(
+                [root for root, _ in roots],
+                [x for i in live for x in (*forwards[i].aliases, forwards[i].anchor.start)],
+                [grad for _, grad in roots],
+                create_graph=graph,
+                allow_unused=True,
+            )
+        )
+        for i in live:
+            *grads[i], _ = islice(found, len(forwards[i].aliases) + 1)
+    outs = [forward.out for forward in forwards]
+    if not graph:  # without one the gradients are detached as they are
+        outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
+    torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
+    return [
+        Result(out, f.inputs.cut(g), f.aliases if graph else ())
+        for f, out, g in zip(forwards, outs, grads, strict=True)
+    ]
+
+
+def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | None = None) -> Forward:
+    """The loss of a shard on aliases of its inputs; `attached` ones lead back to the caller's graph.
+
+    If there will be no `graph` of its gradients, a gradient of something around it does not go through it.
+    """
+    inputs = inputs_of(problem, shard)
+    with torch.enable_grad():
+        # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
+        aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
+        anchor = Anchor(no_elements().requires_grad_(), aliases)
+        call = functools.partial(_call, problem, shard, inputs.build(aliases))
+        return Forward(anchor.within(call, around=graph is not False), aliases, inputs, anchor)
+
+
+def is_tracking() -> bool:
+    """Whether autograd records what the caller does."""
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
+def count_of(problem: Problem, count: Function, shard: Shard) -> float:
+    """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
+    inputs = inputs_of(problem, shard)
+    found: list[float] = []
+
+    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = count(*_args(problem, shard, inputs.build(leaves)), **shard.kwargs)
+        found.append(_as_constant(value, problem.where))
+        return leaves
+
+    # Differentiated, to see whether it depends on the leaves.
+    if torch.compiler.is_compiling() or not inputs.leaves:
+        call(*inputs.leaves)
+    elif needs_transform(inputs.leaves):
+        with _recording():
+            torch.func.vjp(call, *inputs.leaves)
+    else:
+        with torch.enable_grad():
+            call(*(leaf.detach().requires_grad_() for leaf in inputs.leaves))
+    return found[0]
+
+
+def _as_constant(value: Any, where: str) -> float:
+    if isinstance(value, torch.Tensor):
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
+        if value.is_floating_point() and _is_differentiated(value):
+            raise ValueError(
+                f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
+                "constants. If it may be taken for one, return a number: count.item()"
+            )
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether something differentiates through a tensor. Forward mode cannot be asked, and counts as yes."""
+    return is_forward_mode() or any(layer.requires_grad for layer in layers(tensor))
+
+
+def inputs_of(problem: Problem, shard: Shard) -> Inputs:
+    """What a shard is differentiated in."""
+    flats = [flatten(shard.args[i], f"args[{i}]") for i in problem.argnums]
+    return Inputs([leaf for flat in flats for leaf in flat.leaves], [flat.structure for flat in flats])
+
+
+def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
+    args = list(shard.args)
+    for i, tree in zip(problem.argnums, trees, strict=True):
+        args[i] = tree
+    return args
+
+
+def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
+    shard = Shard(tuple(_args(problem, shard, trees)), shard.kwargs)
+    if not problem.has_aux or torch.compiler.is_compiling():
+        return _checked(problem, call_shard(problem.fn, shard))
+    with noting() as returned:
+        out = _checked(problem, call_shard(problem.fn, shard))
+    if not returned:
+        return out
+    leaves = enumerate(flatten(out.aux, "aux", where=problem.where).leaves)
+    return out._replace(buffers=frozenset(i for i, leaf in leaves if returned.get(id(leaf)) is leaf))
+
+
+def _checked(problem: Problem, out: Any) -> Out:
+    if problem.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"{problem.where}: with has_aux=True the function must return (loss, aux), got {_kind(out)}")
+    loss, aux = out if problem.has_aux else (out, None)
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        hint = (
+            "" if problem.has_aux or not isinstance(out, tuple) else ". To return more than the loss pass has_aux=True"
+        )
+        raise TypeError(f"{problem.where}: the loss must be a real floating-point tensor, got {_kind(loss)}{hint}")
+    if loss.ndim != 0:
+        raise ValueError(
+            f"{problem.where}: the loss must be a 0-dim tensor, got shape {tuple(loss.shape)}; reduce it with .mean()"
+        )
+    return Out(loss, aux)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _reaches_outside(forward: Forward) -> bool:
+    """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
+    return forward.anchor.is_passed((forward.out.loss, *tensors_in(forward.out.aux)))
+
+
+def _detached(aux: Tree, where: str) -> Tree:
+    if aux is None:
+        return None
+    flat = flatten(aux, "aux", where=where)
+    return unflatten(flat.structure, [t.detach() if isinstance(t, torch.Tensor) else t for t in flat.leaves])

@@ -1,0 +1,290 @@
+"""One walk over a module: clones of its modules and containers, and whether anything else leads back to it."""
+
+import dis
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fdp._trees.untraced import leave_alone
+
+ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
+
+# What every module has of its own; a forward never reads the ones about state dicts, and these add to other entries.
+REGISTRIES = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+_NOT_IN_FORWARD = frozenset(key for key in REGISTRIES if "state_dict" in key)
+_ADDITIONS = frozenset(key for key in REGISTRIES if key.endswith(("_with_kwargs", "_always_called", "_buffers_set")))
+_BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
+
+OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
+# A traceback that an exception has kept leads to what runs at the moment, and so to any module.
+_ENDS = (type, types.ModuleType, types.CodeType, types.TracebackType, Tensor)
+_MOST_OBJECTS = 50_000
+
+
+class Box(NamedTuple):
+    """A mutable container and the clone's own: the `__dict__` of a module, one of its registries, a list attribute."""
+
+    original: Any
+    seen: Any  # what was in it
+    clone: Any
+    path: str
+
+
+class Walk:
+    """One walk over a module: a clone of it, and what was met on the way.
+
+    If the clone `shares`, it has the containers of the module that need no clone because no module is in them.
+    """
+
+    def __init__(self, module: nn.Module, *, shares: bool) -> None:
+        self.clones: dict[int, Any] = {}  # by the id of the original
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+        self.states: list[Box] = []
+        self.registries: list[Box] = []
+        self.additions: list[Box] = []
+        self.boxes: list[Box] = []
+        self.common: dict[int, Box] = {}  # those that module and clone share
+        self.slots: list[tuple[nn.Module, str, Box]] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.shared: list[Any] = []
+        self.unread = list(vars(type(module)).values())  # kept, but of no concern to forward
+        self.trusted, self.cyclic = True, False
+        self._module, self._shares = module, shares
+        try:
+            self.root = self._clone(module, "")
+        except Exception:  # deeper than the stack, or a key that has no hash before it is complete
+            self.root, self.trusted = module, False
+        self._share_classes()
+
+    def _clone(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in ATOMS or id(value) in self.common:
+            return value
+        if id(value) in self.clones:
+            self.cyclic |= value is self._module
+            return self.clones[id(value)]
+        if issubclass(kind, Tensor):
+            self.tensors[path] = value
+            return value
+        if issubclass(kind, nn.Module):
+            return self._clone_module(value, path)
+        if kind in _MUTABLE:
+            return self._clone_container(value, path)
+        if kind in (tuple, frozenset):
+            parts = [self._clone(part, join_path(path, i)) for i, part in enumerate(value)]
+            return value if all(map(is_, parts, value)) else kind(parts)
+        if kind is types.MethodType:
+            owner = self._clone(value.__self__, path)
+            self.shared.append(value.__func__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        self.shared.append(value)
+        return value
+
+    def _clone_module(self, module: nn.Module, path: str) -> nn.Module:
+        kind = type(module)
+        if issubclass(kind, torch.jit.ScriptModule):
+            self.trusted = False
+            return module
+        # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
+        plain = kind.__basicsize__ == nn.Module.__basicsize__ and not hasattr(kind, "__del__")
+        self.trusted &= plain and not issubclass(kind, nn.DataParallel)
+        clone = object.__new__(kind if plain else nn.Module)
+        self.clones[id(module)] = clone
+        self.modules.append((module, clone))
+        seen = vars(module).copy()
+        self.states.append(Box(vars(module), seen, vars(clone), path))
+        for key, value in seen.items():
+            vars(clone)[key] = self._clone_attribute(module, key, value, path)
+        return clone
+
+    def _clone_attribute(self, module: nn.Module, key: str, value: Any, path: str) -> Any:
+        if key in _NOT_IN_FORWARD or isinstance(value, torch.fx.Graph):  # the code was generated from the graph
+            self.unread.append(value)
+            return value
+        if key not in REGISTRIES or type(value) not in _MUTABLE:
+            return self._clone(value, join_path(path, key))
+        # Backward hooks get the module after the call, when the clone may already serve another.
+        self.trusted &= not (key in _BACKWARD_HOOKS and value)
+        box = self._clone_box(value, path, self.additions if key in _ADDITIONS else self.registries)
+        if key in ("_parameters", "_buffers"):
+            self.slots.append((module, key, box))
+        return box.clone
+
+    def _clone_container(self, value: Any, path: str) -> Any:
+        box = self._clone_box(value, path, self.boxes)
+        if not self._shares or holds_parameters(path) or not same(box.clone, box.seen):
+            return box.clone
+        self.boxes.pop()  # those of what is in it have gone the same way
+        del self.clones[id(value)]
+        self.common[id(value)] = box
+        return value
+
+    def _clone_box(self, value: Any, path: str, boxes: list[Box]) -> Box:
+        seen, clone = value.copy(), value.copy()
+        clone.clear()
+        self.clones[id(value)] = clone
+        if isinstance(value, defaultdict):
+            self.shared.append(value.default_factory)
+        boxes.append(box := Box(value, seen, clone, path))
+        if isinstance(seen, dict):
+            for key, item in seen.items():
+                clone[self._clone(key, path)] = self._clone(item, join_path(path, key))
+        else:
+            refill(clone, [self._clone(item, join_path(path, i)) for i, item in enumerate(seen)])
+        return box
+
+    def fillable(self) -> list[tuple[Any, Any]]:
+        """Where clones hold common containers that a forward may fill: in modules, and in containers of the clone."""
+        found: list[tuple[Any, Any]] = []
+        for module, clone in self.modules:
+            settled = of_library(type(module).__module__)  # what its constructor puts into lists stays as it is
+            for key, value in vars(clone).items():
+                if key not in REGISTRIES and not holds_parameters(key) and self._holds_common(value, settled):
+                    found.append((clone, key))
+        for box in self.boxes:
+            items = () if isinstance(box.clone, set) else _items(box.clone)
+            found += [(box.clone, key) for key, value in items if self._holds_common(value, settled=False)]
+        return found
+
+    def unsettled(self) -> set[int]:
+        """The ids of the common containers that are more than settings."""
+        return {key for key, box in self.common.items() if not _is_setting(box.seen)}
+
+    def _holds_common(self, value: Any, settled: bool) -> bool:
+        if type(value) is tuple:
+            return any(self._holds_common(part, settled) for part in value)
+        return id(value) in self.common and not (settled and _is_setting(value))
+
+    def _share_classes(self) -> None:
+        """The functions of the user's own classes are shared too."""
+        kinds = {type(value) for value in chain((module for module, _ in self.modules), self.shared)}
+        for cls in {cls for kind in kinds for cls in kind.__mro__ if not of_library(cls.__module__)}:
+            members = [member for name, member in vars(cls).items() if name not in ("__init__", "__new__")]
+            self.shared += members
+            # A cache on a method keeps every instance that was called.
+            self.trusted &= not any(isinstance(member, functools._lru_cache_wrapper) for member in members)
+
+
+def leads_to(starts: Iterable[Any], targets: Container[int]) -> bool:
+    """Whether some object refers, over any number of others, to one with such an id; too many others count as yes."""
+    seen: dict[int, Any] = {}
+    todo = list(starts)
+    while todo:
+        value = todo.pop()
+        kind = type(value)
+        if id(value) in targets or kind in weakref.ProxyTypes or len(seen) > _MOST_OBJECTS:
+            return True
+        if kind in ATOMS or issubclass(kind, _ENDS) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if kind is types.FunctionType and "_torchdynamo_orig_callable" in vars(value):
+            return True  # compiling is not safe from several threads
+        todo.extend(_referents(value))
+    return False
+
+
+def _referents(value: Any) -> Iterable[Any]:
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    if not isinstance(value, types.FunctionType):
+        return gc.get_referents(value)
+    cells = value.__closure__ or ()
+    return (*cells, value.__defaults__, value.__kwdefaults__, vars(value), *_globals_read(value))
+
+
+def _globals_read(function: types.FunctionType) -> Iterator[Any]:
+    """The objects behind the global names that a user's function reads; functions only if they are of the same file."""
+    scope = function.__globals__
+    if of_library(scope.get("__name__")):
+        return
+    for code in _codes(function.__code__):
+        known = {name: scope[name] for name in code.co_names if name in scope}
+        known = {name: value for name, value in known.items() if not isinstance(value, _ENDS)}
+        if known:  # `co_names` has the names of attributes too
+            read = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            for name in known.keys() & read:
+                if getattr(known[name], "__globals__", scope) is scope:
+                    yield known[name]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def of_library(name: object) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+def holds_parameters(path: str) -> bool:
+    """Whether the container at a path is one that a recurrent module fills with what is bound."""
+    return path.rpartition(".")[2] in OF_PARAMETERS
+
+
+def same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same objects."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, set):  # without an order
+        return set(map(id, now)) == set(map(id, before))
+    return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
+
+
+def has_gained_objects(now: Any, before: Any) -> bool:
+    """Whether a container has more than it had that is not made of numbers, strings and tensors alone."""
+    known = set(map(id, _parts(before)))
+    return not all(_is_plain(part) for part in _parts(now) if id(part) not in known)
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
+    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
+        return len(value) > 0 and all(map(_is_setting, _parts(value)))
+    return type(value) in ATOMS
+
+
+def _items(box: Any) -> Iterable[tuple[Any, Any]]:
+    return box.items() if isinstance(box, dict) else enumerate(box)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
+        return all(map(_is_plain, _parts(value)))
+    return type(value) in ATOMS or isinstance(value, Tensor)
+
+
+def _parts(box: Any) -> list[Any]:
+    return [*box, *box.values()] if isinstance(box, dict) else list(box)  # at once: other threads may write to it
+
+
+def refill(box: Any, content: Any) -> None:
+    if isinstance(box, dict):
+        for key in box.keys() - content.keys():
+            del box[key]
+    if not isinstance(box, dict) or list(box) != list(content):  # if it can be helped, never empty for other threads
+        box.clear()
+    box.extend(content) if isinstance(box, list | deque) else box.update(content)
+
+
+def join_path(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+leave_alone(globals())

@@ -1,0 +1,234 @@
+"""Modules as functions: parameters and buffers go in, the output and new buffers come out."""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parameter import is_lazy
+
+from fdp._execution.function_traits import Safe
+from fdp._execution.returned import note
+from fdp._trees.listing import names, note_lists
+from fdp._trees.tree import register_leaf
+from fdp._trees.untraced import leave_alone
+from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
+from fdp.nn._stateless import Skeleton
+
+State: TypeAlias = tuple[Tensors, Tensors]
+
+
+@final
+class Apply(Safe):
+    """A module as a function of its parameters and buffers. A copy has a module of its own, in any process."""
+
+    __name__ = "apply"
+    out_dims: tuple[int, str]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.out_dims = (0, "mean")  # not of the class: what `functools.wraps` makes has it too
+        self._module = module
+        self._pool: list[Skeleton] = []
+
+    def __reduce__(self) -> Any:
+        return Apply, (self._module,)
+
+    def __call__(self, state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+        """The module's output, and the buffers after the call."""
+        params, buffers = _as_state(state)
+        module, pool = self._module, self._pool
+        if torch.compiler.is_compiling():  # the compiler traces torch's own
+            return _apply_traced(module, params, buffers, args, kwargs)
+        skeleton = take(pool, module, shares=False)
+        try:
+            if skeleton.trusted and not _has_any_global_hook():
+                out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
+            else:
+                out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+        except (TypeError, AttributeError) as error:
+            note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
+            raise
+        note(new_buffers.values())
+        return out, new_buffers
+
+
+register_leaf(Apply)  # among arguments it is a function
+
+
+def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]:
+    """Split a module into a pure function and its state.
+
+    With `apply, state = functional(module)`: `apply(state, x) == (module(x), buffers after that call)`.
+
+    >>> import torch
+    >>> from fdp import functional
+    >>> apply, (params, buffers) = functional(torch.nn.BatchNorm1d(2))
+    >>> out, new_buffers = apply((params, buffers), torch.ones(3, 2))
+    >>> buffers["num_batches_tracked"], new_buffers["num_batches_tracked"]
+    (tensor(0), tensor(1))
+
+    Every call reads the module anew, so `module.eval()`, a plain attribute, a hook or another submodule shows in the
+    next one. What forward writes shows in the new buffers only: a list or dict of the module that it fills is as before
+    after the call, so return what you want to keep. Objects of other classes that the module holds are shared with it.
+    Calls may run side by side in threads.
+
+    An embedding with `max_norm` renormalises a copy of its weight, and `params` stay as they are.
+
+    Calls run on clones of the module. Where a clone cannot follow, because a hook closes over the module or an object
+    inside refers to it, they run on the module itself, one at a time, and activation checkpointing in it would see the
+    module's own tensors in the backward.
+
+    Args:
+        module: Any module whose parameters have shapes. Its tensors and attributes are left as they are.
+        detach: False gives the module's parameters themselves, by default aliases that do not require gradients.
+
+    Returns:
+        `apply(state, *args, **kwargs) -> (output, new_buffers)` and `state`, the pair of dicts `(params, buffers)` by
+        name. They share the module's memory. `apply.out_dims` is `(0, "mean")`: join outputs, average buffers. Pickled,
+        `apply` takes its module along.
+
+    Raises:
+        TypeError: Not a module, or one that cannot be called with other tensors. From `apply`: not a pair of dicts.
+        ValueError: A lazy module that has not seen an input. From `apply`: names are missing or unexpected.
+        RuntimeError: From `apply`: forward wrote in place to a parameter, or to a tensor that is not a buffer.
+    """
+    _check_module(module)
+    params: Tensors = dict(module.named_parameters())
+    buffers: Tensors = dict(module.named_buffers())
+    if detach:
+        params = {name: tensor.detach() for name, tensor in params.items()}
+        buffers = {name: tensor.detach() for name, tensor in buffers.items()}
+    return Apply(module), (params, buffers)
+
+
+def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    own = dict(module.named_parameters())
+    _check_names(params, buffers, own, dict(module.named_buffers()))
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    weights = [part.weight for part in embeddings if part.max_norm is not None]
+    bound = _with_copies(params, buffers, [name for name, p in own.items() if any(p is weight for weight in weights)])
+    out = torch.func.functional_call(module, bound, args, kwargs)
+    return out, {name: bound[name] for name in buffers}
+
+
+def _apply_clone(
+    skeleton: Skeleton, pool: list[Skeleton], params: Tensors, buffers: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors]:
+    held = False
+    try:
+        _check_names(params, buffers, skeleton.params, skeleton.buffers)
+        versions, given = skeleton.versions(), _versions(params)
+        skeleton.bind(_with_copies(params, buffers, skeleton.renormalised()))
+        out = skeleton.root(*args, **kwargs)
+        new_buffers = skeleton.bound(buffers)
+        held = is_held(skeleton)
+        _check_versions(versions, skeleton.versions())
+        _check_params(params, given)
+        return out, new_buffers
+    finally:
+        if not held:
+            pool.append(clear(skeleton))
+
+
+def _apply_module(
+    module: nn.Module,
+    skeleton: Skeleton,
+    pool: list[Skeleton],
+    params: Tensors,
+    buffers: Tensors,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Tensors]:
+    with in_place():
+        if not skeleton.is_current(module):  # another call in place may have been under way
+            skeleton = Skeleton(module, shares=False)
+        _check_names(params, buffers, skeleton.params, skeleton.buffers)
+        versions, given = skeleton.versions(), _versions(params)
+        bound = _with_copies(params, buffers, skeleton.renormalised())
+        try:
+            out = call_in_place(module, bound, args, kwargs)
+        finally:
+            forget(skeleton.original_ids)
+            skeleton.restore()
+            pool.append(skeleton)
+        _check_versions(versions, skeleton.versions())
+        _check_params(params, given)
+        # Where forward has deleted a buffer, torch leaves a mark of its own.
+        return out, {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
+
+
+def _with_copies(params: Tensors, buffers: Tensors, written: Iterable[str]) -> Tensors:
+    copies = {name: params[name].clone() for name in written}
+    return {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functional: expected a torch.nn.Module, got {kind(module)}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("functional: a scripted module cannot be called with other tensors; pass the Python module")
+    if isinstance(module, nn.DataParallel):
+        raise TypeError("functional: expected the module inside DataParallel; pass .module")
+    named = chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"functional: {lazy} have no shape yet; run a dummy forward first: module(example)")
+
+
+def _as_state(state: Any) -> State:
+    if isinstance(state, tuple | list) and len(state) == 2 and all(isinstance(tree, Mapping) for tree in state):
+        return state[0], state[1]
+    raise TypeError(
+        f"apply: the first argument must be the pair (params, buffers) that functional(module) returned, got "
+        f"{kind(state)}. Call apply((params, buffers), *args)"
+    )
+
+
+def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expected_buffers: Any) -> None:
+    if params.keys() == expected_params.keys() and buffers.keys() == expected_buffers.keys():
+        return
+    problems = []
+    for what, tree, expected in (("params", params, expected_params), ("buffers", buffers, expected_buffers)):
+        missing = [name for name in expected if name not in tree]
+        unexpected = [name for name in tree if name not in expected]
+        problems += [f"{what} lacks {names(missing)}"] if missing else []
+        problems += [f"{what} has unexpected {names(unexpected)}"] if unexpected else []
+    raise ValueError(f"apply: {'; '.join(problems)}. Pass (params, buffers) with the names functional(module) returns")
+
+
+def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
+    written = [path for path, version in after.items() if before.get(path, version) != version]
+    if written:
+        raise RuntimeError(
+            f"apply: forward wrote in place to {names(written)}, plain tensor attributes that all calls "
+            "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
+            "returns them"
+        )
+
+
+def _versions(params: Tensors) -> list[int]:
+    """How often each has been written; nothing if that is not known of all."""
+    try:
+        return list(map(_VERSION, params.values()))
+    except RuntimeError:  # inference tensors have none
+        return []
+
+
+_VERSION = attrgetter("_version")
+
+
+def _check_params(params: Tensors, before: list[int]) -> None:
+    after = _versions(params)
+    if after == before:
+        return
+    written = [name for name, old, new in zip(params, before, after, strict=False) if old != new]
+    raise RuntimeError(
+        f"apply: forward wrote in place to the parameters {names(written)}, which may hold the change now. "
+        "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"
+    )
+
+
+leave_alone(globals(), ["functional", "Apply", "_apply_clone", "_apply_module"])

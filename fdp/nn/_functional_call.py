@@ -1,0 +1,208 @@
+"""Calling a module with other tensors in place of its own, from any number of threads."""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
+
+from fdp._execution.patches import stand_in_for_functional_call
+from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE, be_alone
+from fdp._trees.untraced import leave_alone
+from fdp.nn._stateless import Skeleton
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+_POOLS: dict[int, tuple[weakref.ref[nn.Module], list[Skeleton]]] = {}
+
+
+@stand_in_for_functional_call
+def functional_call(
+    module: nn.Module,
+    params_and_buffers: Tensors | Sequence[Tensors],
+    args: Any = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """Call a module with other tensors in place of its own, from any number of threads.
+
+    `functional_call(module, tensors, args) == torch.func.functional_call(module, tensors, args)`.
+
+    >>> import torch
+    >>> from fdp import functional_call
+    >>> functional_call(torch.nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, torch.ones(2))
+    tensor([3.])
+
+    Args:
+        module: The module; it keeps its own tensors throughout.
+        params_and_buffers: Tensors by name, in one dict or several. The module's own stand for those left out. Buffers
+            are written in place, and an only dict gets what forward puts under its names.
+        args: Positional arguments. What is not a tuple is the only one.
+        kwargs: Keyword arguments.
+        tie_weights: One name of a tied tensor stands for all of its names.
+        strict: Missing and unexpected names are errors.
+
+    Returns:
+        What the module returns.
+
+    Raises:
+        TypeError: Not a module, or a value that is not a tensor.
+        ValueError: Not dicts, a name in several dicts, or different values for names that are tied.
+        RuntimeError: A scripted module, a `DataParallel`, or names that do not fit when `strict`.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functional_call: expected a torch.nn.Module, got {kind(module)}")
+    options = {"tie_weights": tie_weights, "strict": strict}
+    if torch.compiler.is_compiling():
+        return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
+    given, kwargs = _merge(params_and_buffers), kwargs or {}
+    args = () if args is None else args if isinstance(args, tuple) else (args,)
+    skeleton = take(pool_of(module), module)
+    if not skeleton.trusted or _has_any_global_hook() or torch._C._get_tracing_state():
+        with in_place():
+            try:
+                return call_in_place(module, given, args, kwargs, **options)
+            finally:
+                forget(skeleton.original_ids)
+                keep(skeleton, module)
+    held = False
+    try:
+        if tie_weights and skeleton.takes(given, strict):
+            out = _call_clone(skeleton, given, args, kwargs)
+        else:
+            out = call_in_place(skeleton.root, given, args, kwargs, **options)
+        held = is_held(skeleton)
+        return out
+    finally:
+        skeleton.write_back(module, given)
+        if not held:
+            keep(clear(skeleton), module)
+
+
+def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    skeleton.bind(given)
+    try:
+        return skeleton.root(*args, **kwargs)
+    finally:
+        given.update(skeleton.bound(given))
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
+    be_alone()  # before the lock: others may wait for it
+    with EXCLUSIVE.held():
+        tokens = IN_ORDER.set(True), IN_PLACE.set(True)
+        try:
+            yield
+        finally:
+            IN_ORDER.reset(tokens[0])
+            IN_PLACE.reset(tokens[1])
+
+
+def call_in_place(
+    module: nn.Module,
+    given: Tensors,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    if torch._C._get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
+        raise RuntimeError("The stateless API can't be used with Jitted modules")
+    if isinstance(module, nn.DataParallel):
+        raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
+    # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
+    with _reparametrize_module(module, given, tie_weights=tie_weights, strict=strict, stack_weights=True):
+        return module(*args, **kwargs)
+
+
+def take(pool: list[Skeleton], module: nn.Module, *, shares: bool = True) -> Skeleton:
+    """A skeleton of the module as it is now, for this call alone."""
+    skeleton = _reusable(pool, module) or Skeleton(module, shares=shares)
+    if parametrize._cache_enabled:
+        be_alone()  # what `parametrize.cached()` keeps is one for all threads
+        forget(skeleton.ids | skeleton.original_ids)
+    return skeleton
+
+
+def _reusable(pool: list[Skeleton], module: nn.Module) -> Skeleton | None:
+    while pool:
+        try:
+            skeleton = pool.pop()
+        except IndexError:  # another thread was faster
+            return None
+        if skeleton.is_current(module):
+            return skeleton
+    return None
+
+
+def is_held(skeleton: Skeleton) -> bool:
+    """Whether the skeleton must stay as it is: a checkpoint will run it again in the backward, with these tensors."""
+    forget(skeleton.ids)
+    return skeleton.is_held()
+
+
+def clear(skeleton: Skeleton) -> Skeleton:
+    forget(skeleton.ids)
+    skeleton.reset()
+    return skeleton
+
+
+def forget(modules: frozenset[int]) -> None:
+    """Drop what a call has left elsewhere, keyed by these modules: it has seen the tensors of that call.
+
+    A functional_call inside forward leaves skeletons, and `parametrize.cached()` the weights it has computed.
+    """
+    if not _POOLS.keys().isdisjoint(modules):
+        for module in modules:
+            _POOLS.pop(module, None)
+    if parametrize._cache:
+        for key in [key for key in list(parametrize._cache) if key[0] in modules]:
+            parametrize._cache.pop(key, None)
+
+
+def pool_of(module: nn.Module) -> list[Skeleton]:
+    """The skeletons of functional_call, which go when the module goes."""
+    key = id(module)
+    entry = _POOLS.get(key)
+    if entry is None or entry[0]() is not module:
+        entry = _POOLS[key] = (weakref.ref(module, lambda _: _POOLS.pop(key, None)), [])
+    return entry[1]
+
+
+def keep(skeleton: Skeleton, module: nn.Module) -> None:
+    if not skeleton.cyclic:
+        pool_of(module).append(skeleton)
+
+
+def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:
+    """One dict of several; the messages are torch's."""
+    if isinstance(given, dict):
+        return given
+    if not isinstance(given, Sequence):
+        expected = "Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts"
+        raise ValueError(f"{expected}, but got {type(given)}")
+    if not all(isinstance(tensors, dict) for tensors in given):
+        raise ValueError("Expected all elements of parameter_and_buffer_dicts to be dictionaries")
+    repeated = [name for name, count in Counter(chain.from_iterable(given)).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
+    return {name: tensor for tensors in given for name, tensor in tensors.items()}
+
+
+def kind(value: object) -> str:
+    return f"the class {value.__name__}; make an instance" if isinstance(value, type) else type(value).__name__
+
+
+leave_alone(globals(), ["_call_clone", "call_in_place", "take", "_reusable", "is_held", "clear", "forget", "keep"])

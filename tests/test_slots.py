@@ -228,6 +228,12 @@ def test_pickle(name: str):
             assert_same_tree(fdp.gather(again), fdp.gather(value))
 
 
+def test_pickles_name_what_is_public_only():
+    pickled = pickle.dumps([sharded(), fdp.replicate(torch.ones(2), SLOTS), fdp.AUTO])
+    assert b"fdp\x94" in pickled
+    assert b"fdp." not in pickled
+
+
 def test_pickle_without_dims():
     again = pickle.loads(pickle.dumps(sharded().map(lambda shard: shard)))
     assert again.dims is fdp.AUTO

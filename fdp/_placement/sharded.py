@@ -143,8 +143,9 @@ class Replicated(Slots):
         return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
 
 
-register_leaf(Sharded)
-register_leaf(Replicated)
+for cls in (Sharded, Replicated):
+    register_leaf(cls)
+    cls.__module__ = "fdp"  # where pickles find it, whatever file it is in
 
 
 def _kind(tree: Any) -> str:

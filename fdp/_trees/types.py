@@ -30,5 +30,9 @@ class Auto(enum.Enum):
     def __repr__(self) -> str:
         return "AUTO"
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        return "AUTO"
 
+
+Auto.__module__ = "fdp"  # where pickles find it
 AUTO: Final = Auto.AUTO

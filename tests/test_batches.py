@@ -104,7 +104,7 @@ def test_functions_of_any_arguments_fail_with_a_note(executor: Any):
     apply, state = fdp.functional(Pairwise())
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'") as caught:
         fdp.dp_apply(apply, state, BATCH, SLOTS, executor=executor)
-    assert any("argument 1 of the function is a list" in note for note in caught.value.__notes__)
+    assert any("argument 1 of apply is a list" in note for note in caught.value.__notes__)
     assert_close_tree(fdp.dp_apply(apply, state, tuple(BATCH), SLOTS, executor=executor)[0], X * Y[:, None])
     with pytest.raises(TypeError, match="'list' and 'Tensor'") as caught:
         fdp.grad(lambda w, *x: (x[0] @ w).mean(), devices=SLOTS, executor=executor)(W, [X])

@@ -5,7 +5,6 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,12 +359,6 @@ def test_a_mesh_of_one_process_is_its_devices():
     with init(devices=SLOTS) as mesh:
         plan = fdp.explain(linear, numbers(3, 2), numbers(7, 3), mesh)
         assert plan.sizes == (3, 2, 2)
-
-
-def test_a_mesh_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fdp._transforms.explain.processes_of", lambda devices, where: SimpleNamespace())
-    with pytest.raises(ValueError, match="explain: a mesh of several processes, which would have to talk"):
-        fdp.explain(linear, numbers(3, 2), numbers(7, 3), SLOTS)
 
 
 # ---- modules

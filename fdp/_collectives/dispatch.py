@@ -10,8 +10,6 @@ from fdp._collectives.operations import Extreme, Operation
 from fdp._collectives.rendezvous import What
 from fdp._collectives.transpose import Fence, Handle, Note, Undifferentiable, exchanged, linked
 from fdp._execution.patches import is_forward_mode
-from fdp._mesh.communicator import Place
-from fdp._mesh.reduce import everywhere
 from fdp._placement.slot import Axis
 from fdp._trees.listing import listed
 from fdp._trees.tree import flatten, unflatten
@@ -48,7 +46,7 @@ def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[A
     reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
 
     def combine(values: list[list[Any]]) -> list[list[Any]]:
-        columns = zip(*everywhere(values, gang.settings.across, Place(where, repr((key, same)), say)), strict=True)
+        columns = zip(*gang.settings.peers.everywhere(values, where, (key, same), say), strict=True)
         # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
         return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
 

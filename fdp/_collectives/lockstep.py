@@ -1,6 +1,5 @@
 """Running the shards of a call so that they can meet in collectives."""
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from fdp._collectives.slot_threads import Outcome, run_gang, run_gang_here
 from fdp._execution.patches import install, is_forward_mode
 from fdp._execution.pool import cores
 from fdp._execution.thread_state import ThreadState, why_not_together
-from fdp._mesh.call import Across
+from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
 from fdp._trees.types import Tree
 
@@ -37,7 +36,7 @@ def run_together(
     side_by_side: bool,
     seed: int | None,
     here: bool = False,
-    across: Across | None = None,
+    peers: PeerCall,
 ) -> tuple[list[Any], list[tuple[Slot, Exception]]]:
     """Run one task a slot, or several one after the other, with all slots alive: results in order, and failures.
 
@@ -56,7 +55,7 @@ def run_together(
     limit = (cores() if on_cpu else len(groups)) if side_by_side else 1
     threads = torch.get_num_threads()
     share = max(1, min(threads, cores() // min(limit, len(groups)))) if on_cpu else threads
-    settings = Settings(limit, share, seed, ThreadState.of_caller(devices), joint, depth(), across)
+    settings = Settings(limit, share, seed, ThreadState.of_caller(devices), joint, depth(), peers)
     token = object()
     if joint or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _in_order(_run(tasks, slots, groups, settings, token, here=here), groups)
@@ -68,7 +67,7 @@ def run_together(
 
     def run_all(backwards: Sequence[Callable[[], Any]]) -> list[Any]:
         again = settings._replace(state=ThreadState.of_caller(devices), seed=None)
-        with contextlib.nullcontext() if across is None else across.again("the end of a backward"):
+        with peers.again("the end of a backward"):
             found, failed = _in_order(_run(backwards, slots, groups, again, token), groups)
             if failed:
                 try:
@@ -78,7 +77,7 @@ def run_together(
         return found
 
     rounds = [[i for i in each if i is not None] for each in itertools.zip_longest(*groups)]
-    runs = Runs(run_all, rounds, token, lambda: across is None or not across.has_met)
+    runs = Runs(run_all, rounds, token, lambda: not peers.has_met)
     return stitched(results, list[Ends](ends), runs), []
 
 

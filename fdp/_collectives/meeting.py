@@ -11,10 +11,8 @@ from fdp._collectives.operations import Operation
 from fdp._collectives.packing import layout_of, packed, unpacked
 from fdp._collectives.rendezvous import Gang, What
 from fdp._execution.restart import Together
-from fdp._mesh.call import Across
-from fdp._mesh.communicator import Place
-from fdp._mesh.reduce import everywhere, over_processes
 from fdp._placement.moves import copy
+from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, IN_PLACE, Axis
 from fdp._placement.transfers import report_collective
 from fdp._trees.profiling import stage
@@ -99,30 +97,21 @@ def meet(
         operations, columns, needed, outside, marks = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
         moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
-        across = gang.settings.across
-        talk = None if across is None else across.talk
-        table = [[any(needed), all(map(all, marks))]]
-        if talk is not None:
-            _check_across(gang, operation.name)
-            place = Place(operation.name, repr((key, kinds, operation.options())), say)
-            table = talk.agree(place, table[0])
-        is_from_outside = False
-        if talk is not None or (any(needed) and not all(needed)):  # of other processes it is not known
-            is_from_outside = talk is not None or any(
-                ask() for ask, is_needed in zip(outside, needed, strict=True) if is_needed
-            )
+        peers, name = gang.settings.peers, operation.name
+        own = any(needed), all(map(all, marks))
+        table = peers.agree(name, (key, kinds, operation.options()), say, own, joint=gang.settings.joint)
+        is_from_outside = peers.has_others()  # of which it is not known
+        if any(needed) and not all(needed) and not is_from_outside:
+            is_from_outside = any(ask() for ask, is_needed in zip(outside, needed, strict=True) if is_needed)
         needed = any(row[0] for row in table)
         reached: Sequence[Sequence[bool]] = marks
         if not is_forward:
-            everybody = _reached(operations[0], marks, across, all(row[1] for row in table))
+            everybody = _reached(operations[0], marks, peers, all(row[1] for row in table))
             if not any(map(any, everybody)):  # everywhere, or some would wait for the others
                 return [Met([], needed, [False] * len(tensors), is_from_outside) for _ in marks]
-            first = 0 if talk is None or across is None else across.offset
+            first, _ = peers.before()
             reached = everybody[first : first + len(marks)]
-        if across is None or talk is None:
-            found = [operations[0].results(xs, leaf) for leaf, xs in enumerate(moved)]
-        else:
-            found = over_processes(operations[0], moved, across, operation.name)
+        found = peers.combine(operations[0], moved)
         for leaf, (xs, made) in enumerate(zip(zip(*columns, strict=True), found, strict=True)):
             seen = {id(x) for x in xs}
             for result, x, device in zip(results, made, devices, strict=True):
@@ -140,11 +129,10 @@ def meet(
 
 
 def _reached(
-    operation: Operation, given: Sequence[Sequence[bool]], across: Across | None, all_given: bool
+    operation: Operation, given: Sequence[Sequence[bool]], peers: PeerCall, all_given: bool
 ) -> list[list[bool]]:
     """For each slot of all processes, which of its results are made of what some slot has given."""
-    if across is not None and across.talk is not None:
-        given = [given[0]] * across.count if all_given else everywhere(list(given), across, Place(operation.name))
+    given = [given[0]] * peers.slots(len(given)) if all_given else peers.everywhere(list(given), operation.name)
     columns = [operation.reached(column) for column in zip(*given, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -177,14 +165,6 @@ def said_of(same: Any, tensors: Sequence[str]) -> str:
     texts = iter(tensors)
     lines = lines_of(structure, [next(texts) if each else "a number" for each in are_tensors], "tree")
     return "\n".join([*lines, str(structure).removeprefix("PyTreeSpec")])
-
-
-def _check_across(gang: Gang, name: str) -> None:
-    if gang.settings.joint:
-        raise RuntimeError(
-            f"{name}: a call over several processes, with collectives, cannot be transformed by torch.func from "
-            "outside, since what is transformed stays in its process. Transform inside the mapped function"
-        )
 
 
 class _Moved(Sequence[Tensor]):

@@ -11,7 +11,7 @@ from fdp._execution.interrupts import soon
 from fdp._execution.patches import firm
 from fdp._execution.scheduler import Abandoned, Turns, Wait, this_member
 from fdp._execution.thread_state import ThreadState
-from fdp._mesh.call import Across
+from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot, check_process, text_of
 from fdp._trees.listing import differing
 
@@ -26,7 +26,7 @@ class What(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How slots run together; `across` if slots of other processes are among them.
+    """How slots run together; `peers` have slots among them too.
 
     `joint`: something outside differentiates or maps through the call, at `depth` layers of torch.func.
     """
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     state: ThreadState
     joint: bool
     depth: int
-    across: Across | None
+    peers: PeerCall
 
 
 @final

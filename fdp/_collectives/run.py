@@ -30,7 +30,7 @@ from fdp._execution.random import bookmark, seeded
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
-from fdp._mesh.call import Across
+from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.plan import Plan
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees.tree import map_tensors, tensors_in
@@ -48,11 +48,11 @@ class Mode(NamedTuple):
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
     apart: bool = False  # the call raises `Again`
-    across: Across | None = None  # the part of this process, where there are others
+    peers: PeerCall = ALONE_IN_CALL
 
     def stays_apart(self) -> bool:
         """Whether the call raises `Again` if its shards come to a collective."""
-        return self.apart or (self.across is not None and self.across.adds_at_end)
+        return self.apart or self.peers.adds_at_end()
 
 
 def thread_safe(fn: Function) -> Function:
@@ -90,14 +90,18 @@ def thread_safe(fn: Function) -> Function:
     return fn
 
 
-def slots_of(plan: Plan, axis_name: str, across: Across | None = None) -> list[Slot]:
+def slots_of(plan: Plan, axis_name: str, peers: PeerCall = ALONE_IN_CALL) -> list[Slot]:
     """The place of every shard of a plan, counted over all processes."""
     ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
     several = len(ranks) < len(plan.slots)
+    count, (first_slot, first_row) = peers.slots(len(ranks)), peers.before()
     places, first = [], {slot: i for i, slot in reversed(list(enumerate(plan.slots)))} if several else {}
     for i, (slot, device) in enumerate(zip(plan.slots, plan.devices, strict=True)):
         piece = i - first[slot] if several else None
-        places.append(Slot(ranks[slot], len(ranks), plan.rows(i), device, axis_name, piece, across))
+        rows = plan.rows(i)
+        if rows is not None:
+            rows = range(first_row + rows.start, first_row + rows.stop)
+        places.append(Slot(first_slot + ranks[slot], count, rows, device, axis_name, piece))
     return places
 
 
@@ -158,7 +162,7 @@ def _run_apart(
         return "", []
     wanted: list[str] = []
     go_back = None
-    if mode.seed is None and (slots[0].own_count > 1 or mode.across is not None):
+    if mode.seed is None and slots[0].count > 1:
         go_back = bookmark(dict.fromkeys(slot.device for slot in slots))
     before = WANTED.set(wanted)
     try:
@@ -219,7 +223,7 @@ def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take
         side_by_side = False
     before = compilations()
     results, failures = run_together(
-        tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here, across=mode.across
+        tasks, slots, side_by_side=side_by_side, seed=mode.seed, here=here, peers=mode.peers
     )
     if compiles:
         for slot in slots:

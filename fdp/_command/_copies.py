@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fdp._command._results import Result
-from fdp._placement.split import to_device
+from fdp._placement.moves import to_device
 
 Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
 

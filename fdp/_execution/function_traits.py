@@ -154,4 +154,4 @@ def _key(fn: Any) -> Any:
 
 def _kind(slot: Slot) -> Any:
     """What, of all that torch.compile makes code for, differs between calls in a usual program."""
-    return None if slot.own_rows is None else len(slot.own_rows), slot.device.type, torch.is_grad_enabled()
+    return None if slot.rows is None else len(slot.rows), slot.device.type, torch.is_grad_enabled()

@@ -13,6 +13,10 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fdp._placement.transfers import Named, report
+from fdp._trees.tree import flatten, unflatten
+from fdp._trees.types import Tree
+
+Memo = dict[tuple[int, Any], Any]  # the pieces of a tensor along a dim, and its copies on devices
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -35,6 +39,26 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
         report(tensor, device, flat, index)
         return tensor.to(device)
     return tensor.clone() if always else tensor
+
+
+def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo) -> torch.Tensor:
+    """A whole tensor on a device: the copy that is there, if there is one."""
+    if torch.compiler.is_compiling():
+        return copy(tensor, device, flat, index)
+    key = (id(tensor), device)
+    if key not in memo:
+        memo[key] = copy(tensor, device, flat, index)
+    return memo[key]
+
+
+def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
+    """The tree, which is called `name`, with every tensor on a device."""
+    flat, memo = flatten(tree, name), {} if memo is None else memo
+    leaves = [
+        copy_once(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
+        for i, leaf in enumerate(flat.leaves)
+    ]
+    return unflatten(flat.structure, leaves)
 
 
 def layers(tensor: torch.Tensor) -> list[torch.Tensor]:

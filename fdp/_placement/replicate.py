@@ -4,11 +4,9 @@ import dataclasses
 
 import torch
 
-from fdp._mesh.entry import begins
-from fdp._mesh.processes import processes_of
-from fdp._mesh.replicate import same_everywhere
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy
+from fdp._placement.peers import peers_of
 from fdp._placement.sharded import Replicated, Slots
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, flatten, unflatten
@@ -44,15 +42,14 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: 
         ValueError: A device does not exist; on a mesh, the trees of the processes differ, and where.
         TypeError: An object that holds tensors but is no tree.
     """
-    with begins("replicate", devices, ()):
-        processes = processes_of(devices, "replicate")
+    peers = peers_of(devices)
+    with peers.begins("replicate"):
         slots = as_devices(devices, "replicate")
         flat = flatten(tree, "tree", where="replicate")
         _check_plain(tree, flat, "replicate")
-        if processes is not None:
-            tree = same_everywhere(flat, processes, check_values)
+        tree = peers.same_everywhere(tree, flat, check_values=check_values)
     copies = replicate_on(tree, slots, always=copy, name="tree", where="replicate")
-    return dataclasses.replace(copies, processes=processes)
+    return dataclasses.replace(copies, peers=peers)
 
 
 @staged("replicate")

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 
-from fdp._mesh.entry import begins
-from fdp._mesh.join import gather_across
-from fdp._mesh.processes import processes_of
 from fdp._placement.devices import as_device, as_devices
-from fdp._placement.join import join
+from fdp._placement.peers import Joined, peers_of
 from fdp._placement.plan import check_weights
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split import flatten_args, place, plan_args
@@ -47,7 +44,8 @@ def scatter(
         ValueError: Rows disagree, a dim is out of range, `in_dims` is not a prefix, or a device does not exist.
         TypeError: A numpy array under an int, or an object that holds tensors but is no tree.
     """
-    processes = processes_of(devices, "scatter")
+    peers = peers_of(devices)
+    peers.check("scatter")
     slots = as_devices(devices, "scatter")
     if isinstance(tree, Slots):
         raise TypeError(f"scatter: the tree is a {type(tree).__name__} already")
@@ -56,7 +54,7 @@ def scatter(
     with stage("scatter"):
         shards = place(flats[0], plan, {})
     dims = named_spec(flats[0].structure, flats[0].specs)
-    return Sharded(tuple(shards), plan.devices, plan.sizes, dims, processes=processes)
+    return Sharded(tuple(shards), plan.devices, plan.sizes, dims, peers=peers)
 
 
 def gather(
@@ -97,8 +95,7 @@ def gather(
     """
     if not isinstance(sharded, Slots):
         raise TypeError(f"gather: expected a Sharded, as fdp.scatter makes it, got {type(sharded).__name__}")
-    processes = sharded.processes
-    with begins("gather", None, [sharded]):
+    with sharded.peers.begins("gather"):
         dims = sharded.dims if out_dims is AUTO else out_dims
         if dims is AUTO:
             raise ValueError("gather: these shards carry no dims; pass out_dims, e.g. 0 to concatenate or 'mean'")
@@ -106,6 +103,5 @@ def gather(
         own = sharded.sizes
         shares = own if weights is None else check_weights(weights, len(sharded), "gather", whole=False)
         target = sharded.devices[0] if device is None else as_device(device, "gather")
-        if processes is not None:
-            return gather_across(processes, sharded.shards, dims, shares, target, across)
-    return join(sharded.shards, dims, shares, target, "shard", "gather")
+        out = Joined(sharded.shards, dims, shares, lambda: sum(shares or ()), "shard")
+        return sharded.peers.gather(out, target, across=across)

@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
 
-from fdp._mesh.processes import Located, Processes
 from fdp._placement.devices import as_devices
+from fdp._placement.peers import ALONE, Located, Peers
 from fdp._placement.picture import Picture, rows_of_slots
 from fdp._trees.table import runs_text
-from fdp._trees.tree import register_leaf
+from fdp._trees.tree import register_leaf, tensors_in
 from fdp._trees.types import AUTO, Auto, Dims, Tree
 
 
@@ -23,7 +23,7 @@ class Slots(Located):
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...] | None = None
     dims: Dims | Auto = AUTO
-    processes: Processes | None = dataclasses.field(default=None, kw_only=True)
+    peers: Peers = dataclasses.field(default=ALONE, kw_only=True)
 
     def __post_init__(self) -> None:
         if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
@@ -35,6 +35,14 @@ class Slots(Located):
                 f"{type(self).__name__}: {len(self.shards)} shards, {len(self.devices)} devices, sizes {self.sizes}; "
                 "expected one of each a slot"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not ALONE}  # which is the default
+
+    @property
+    def processes(self) -> Peers | None:
+        """`peers`, or None if this process is alone."""
+        return None if self.peers is ALONE else self.peers
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -58,8 +66,7 @@ class Slots(Located):
         devices = ", ".join(f"{device}" + f" x {n}" * (n > 1) for device, n in Counter(map(str, self.devices)).items())
         rows = "" if self.sizes is None else f", rows {'+'.join(map(str, self.sizes))}"
         slots = f"{len(self)} slot" + "s" * (len(self) > 1)
-        mesh = "" if self.processes is None else f" of process {self.processes.wire.rank}"
-        return f"{type(self).__name__}({slots}{mesh} on {devices}{rows}: {_summary(self.shards[0])})"
+        return f"{type(self).__name__}({slots}{self.peers} on {devices}{rows}: {_summary(self.shards[0])})"
 
     def picture(self, name: str = "") -> Picture:
         """Where the leaves live; they are called `name`."""
@@ -109,12 +116,12 @@ class Sharded(Slots):
         devices: The device of each slot.
         sizes: Rows of each slot, or None where that is not known.
         dims: Which dimension of each leaf was split, as a prefix tree, or `AUTO` where that is not known.
-        processes: Those of the mesh whose local slots these are; None if this process is alone.
+        peers: The processes of the mesh whose local slots these are.
     """
 
     def map(self, fn: Callable[[Tree], Tree]) -> "Sharded":
         """Apply a function to the tree of every slot, one after the other. The result carries no dims and no sizes."""
-        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
+        return Sharded(tuple(fn(shard) for shard in self.shards), self.devices, peers=self.peers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -133,19 +140,26 @@ class Replicated(Slots):
         devices: The device of each slot.
         sizes: None: there are no rows.
         dims: None: the whole tree is on every slot.
-        processes: As in `Sharded`.
+        peers: As in `Sharded`.
     """
 
     dims: Dims | Auto = None
 
     def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
         """Apply a function to the tree of every slot, one after the other."""
-        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, processes=self.processes)
+        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, peers=self.peers)
 
 
 for cls in (Sharded, Replicated):
     register_leaf(cls)
     cls.__module__ = "fdp"  # where pickles find it, whatever file it is in
+
+
+def leaf_tensors(leaf: Any) -> Sequence[torch.Tensor]:
+    """The tensors in a leaf of the arguments: itself, those on all slots, those of a list under 'items'."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf,)
+    return tensors_in(leaf.shards if isinstance(leaf, Slots) else leaf)
 
 
 def _kind(tree: Any) -> str:

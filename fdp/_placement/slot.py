@@ -16,46 +16,16 @@ from fdp._trees.profiling import stage
 from fdp._trees.untraced import leave_alone
 
 
-class Around(Protocol):
-    """The slots of other processes: how many, and what comes before those of this one."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def before(self) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of a running shard: which one of how many, its rows, its device, and which piece of it runs.
+    """The place of a running shard: which one of how many, its rows, its device, and which piece of it runs."""
 
-    `own_index` and so on count the slots of this process, `index` and so on those of all: what others have is known
-    when it is needed.
-    """
-
-    own_index: int
-    own_count: int
-    own_rows: range | None
+    index: int
+    count: int
+    rows: range | None
     device: torch.device
     axis_name: str
     piece: int | None = None
-    around: "Around | None" = None
-
-    @property
-    def index(self) -> int:
-        return self.own_index if self.around is None else self.around.offset + self.own_index
-
-    @property
-    def count(self) -> int:
-        return self.own_count if self.around is None else self.around.count
-
-    @property
-    def rows(self) -> range | None:
-        if self.own_rows is None or self.around is None:
-            return self.own_rows
-        return range(self.around.before + self.own_rows.start, self.around.before + self.own_rows.stop)
 
     def __str__(self) -> str:
         piece = "" if self.piece is None else f", microbatch {self.piece}"
@@ -167,7 +137,7 @@ def run_in_slot(
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),
             _current_device(slot.device),
-            stage(f"shard {slot.own_index}"),
+            stage(f"shard {slot.index}"),
         ):
             watcher = ON_SHARD.get()
             if watcher is None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fdp._mesh.processes import Processes
 from fdp._placement.devices import as_devices
-from fdp._placement.moves import copy, split
+from fdp._placement.moves import Memo, copy, copy_once, split, to_device
+from fdp._placement.peers import Peers, peers_of
 from fdp._placement.plan import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees.listing import listed, odd_first
@@ -16,8 +16,6 @@ from fdp._trees.tree import Flat, array_inside, flatten, unflatten
 from fdp._trees.types import AUTO, Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
-
-Memo = dict[tuple[int, Any], Any]  # the pieces of a tensor along a dim, and its copies on devices
 
 
 def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole: str = _WHOLE) -> list[Flat]:
@@ -146,21 +144,17 @@ def _common_slots(held: Sequence[tuple[str, Slots]], devices: Devices, where: st
     return slots
 
 
-def common_processes(
-    held: Iterable[tuple[str, Slots]], devices: Devices, given: Processes | None, where: str
-) -> Processes | None:
-    """Those that the devices and all Sharded and Replicated arguments are spread over; None if there are no others."""
+def common_peers(held: Iterable[tuple[str, Slots]], devices: Devices, where: str) -> Peers:
+    """Those that the devices and all Sharded and Replicated arguments are spread over."""
     held = list(held)
-    found = given if devices is not None or not held else held[0][1].processes
+    found = peers_of(devices) if devices is not None or not held else held[0][1].peers
     for path, slots in held:
-        if slots.processes is not found:
-            on, other = ("a mesh", "not on it") if found is not None else ("this process alone", "on a mesh")
+        if slots.peers is not found:
             raise ValueError(
-                f"{where}: the call is on {on}, but {path} is {other}. fdp.scatter(x, mesh) and fdp.replicate(x, mesh) "
-                "put things on a mesh, and the mesh is given as devices, or not at all"
+                f"{where}: the call is on {found.place}, but {path} is {found.elsewhere}. fdp.scatter(x, mesh) and "
+                "fdp.replicate(x, mesh) put things on a mesh, and the mesh is given as devices, or not at all"
             )
-    if found is not None:
-        found.check(where)
+    found.check(where)
     return found
 
 
@@ -229,7 +223,7 @@ def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -
     """What each shard gets of a leaf."""
     if isinstance(leaf, torch.Tensor):
         if spec is None or plan.sizes is None or len(plan.slots) == 1:
-            return [_on(leaf, device, flat, index, memo) for device in plan.devices]
+            return [copy_once(leaf, device, flat, index, memo) for device in plan.devices]
         if torch.compiler.is_compiling():
             return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
         key = (id(leaf), spec)
@@ -254,16 +248,6 @@ def _pieces(tensor: torch.Tensor, dim: int, plan: Plan, flat: Flat, index: int) 
     return [copy(part, device, flat, index) for part, device in parts]
 
 
-def _on(tensor: torch.Tensor, device: torch.device, flat: Flat, index: int, memo: Memo) -> torch.Tensor:
-    """A whole tensor on a device: the copy that is there, if there is one."""
-    if torch.compiler.is_compiling():
-        return copy(tensor, device, flat, index)
-    key = (id(tensor), device)
-    if key not in memo:
-        memo[key] = copy(tensor, device, flat, index)
-    return memo[key]
-
-
 def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
     whole = all(a != b for a, b in pairwise(plan.slots))
     if whole or isinstance(slots, Replicated) or plan.sizes is None:
@@ -279,13 +263,3 @@ def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
         )
         shards += place(flatten_args([(path, slots.shards[slot], dims, "in_dims")], "microbatches")[0], part, {})
     return shards
-
-
-def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
-    """The tree, which is called `name`, with every tensor on a device."""
-    flat, memo = flatten(tree, name), {} if memo is None else memo
-    leaves = [
-        _on(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
-        for i, leaf in enumerate(flat.leaves)
-    ]
-    return unflatten(flat.structure, leaves)

@@ -145,7 +145,7 @@ class Gradients:
             whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
             tree, name = unflatten(inner.structure, whole), inner.name
             copies = replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
-            return dataclasses.replace(copies, processes=leaf.processes)
+            return dataclasses.replace(copies, peers=leaf.peers)
         if isinstance(leaf, Sharded):
             found = dict(zip(self._plan.slots, parts, strict=True))
             shards = enumerate(leaf.shards)

@@ -1,6 +1,5 @@
 """A function run once a slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -8,15 +7,11 @@ import torch
 
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, check_options, run_all, slots_of
-from fdp._mesh.call import Across
-from fdp._mesh.entry import begins
-from fdp._mesh.join import Part
-from fdp._mesh.processes import processes_of
 from fdp._placement.devices import as_device, as_devices
-from fdp._placement.join import join
+from fdp._placement.peers import Joined, peers_of
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split import Plan, common_processes
+from fdp._placement.split import Plan, common_peers
 from fdp._transforms.arguments import (
     Arg,
     Options,
@@ -92,7 +87,7 @@ def dp_apply(
     if devices is None and type(inputs) is tuple and inputs and all(isinstance(x, torch.device) for x in inputs):
         raise TypeError("dp_apply: the inputs are devices; the order is dp_apply(fn, params, inputs, devices)")
     held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
-    with begins("dp_apply", devices, held):
+    with peers_of(devices, held).begins("dp_apply"):
         options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)
         check_function(fn, "dp_apply")
         if type(inputs) is tuple:
@@ -142,7 +137,7 @@ def shard_map(
 
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
-        with begins("shard_map", devices, (*args, *kwargs.values())):
+        with peers_of(devices, (*args, *kwargs.values())).begins("shard_map"):
             positional = positional_args(args, in_dims, "args", "shard_map")
             return _map_shards(fn, positional, keyword_args(kwargs, kwarg_dims, "shard_map"), out_dims, options)
 
@@ -183,7 +178,8 @@ def parallel_apply(
         ValueError: Arguments are on different slots.
         TypeError: A module instead of a function.
     """
-    with begins("parallel_apply", devices, (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))):
+    held = (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))
+    with peers_of(devices, held).begins("parallel_apply"):
         result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, seed, axis_name)
     if any(type(shard) is not tuple for shard in result.shards):
         return result
@@ -211,7 +207,7 @@ def _on_slots(
     named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
     held = {name: arg for name, arg in named.items() if isinstance(arg, Slots)}
     slots = _state_slots(held, devices)
-    processes = common_processes(held.items(), devices, processes_of(devices, where), where)
+    peers = common_peers(held.items(), devices, where)
     columns = [
         arg if isinstance(arg, Slots) else replicate_on(arg, slots, always=True, name=name, where=where)
         for name, arg in named.items()
@@ -222,13 +218,11 @@ def _on_slots(
     tasks = [
         Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
     ]
-    across = None
-    if processes is not None:
-        across = Across(processes, where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
-    with contextlib.nullcontext() if across is None else across:
-        places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, across)
-        results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, across=across))
-    return Sharded(tuple(results), slots, processes=processes)
+    call = peers.begin_on_slots(where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
+    with call:
+        places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, call)
+        results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
+    return Sharded(tuple(results), slots, peers=peers)
 
 
 def _map_shards(
@@ -240,20 +234,17 @@ def _map_shards(
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)
-    across = call.across
-    with call.part():
-        tasks = [Task(functools.partial(call_shard, fn), shard) for shard in call.shards]
-        mode = Mode(options.executor, options.seed, fn, across=across)
-        outputs = run_all(tasks, slots_of(call.plan, options.axis_name, across), mode)
-        call.watch.check(where)
-        weights = call.plan.sizes if call.plan.sizes is not None or len(outputs) > 1 else (1,)
-        device = target or call.device
-        if across is None:
-            return join(outputs, dims, weights, device, "out", where)
-        part = Part(across, outputs, dims, weights, across.rows if call.plan.sizes is not None else 1, device, where)
-        call.check_captured(outputs)
-        across.ends_with(part.place())
-    return part.finish(call.inputs())[0]
+    sizes, peers = call.plan.sizes, call.peers
+    with peers:
+        shards, watch = call.place()
+        tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
+        slots = slots_of(call.plan, options.axis_name, peers)
+        outputs = run_all(tasks, slots, Mode(options.executor, options.seed, fn, peers=peers))
+        watch.check(where)
+        weights = sizes if sizes is not None or len(outputs) > 1 else (1,)
+        whole = functools.partial(peers.rows, sum(sizes)) if sizes is not None else lambda: 1
+        out = peers.join(Joined(outputs, dims, weights, whole, "out"), target or call.device, where)
+    return out()
 
 
 def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.device, ...]:

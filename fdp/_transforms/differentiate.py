@@ -13,11 +13,9 @@ from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, run, run_all, slots_of
 from fdp._execution.function_traits import meets, must_run_together, remember_apart, runs_apart
 from fdp._execution.restart import Again, forget_restarts
-from fdp._mesh.entry import begins
-from fdp._mesh.join import Part
 from fdp._placement.devices import as_device
-from fdp._placement.join import join
 from fdp._placement.moves import promoted
+from fdp._placement.peers import Joined, peers_of
 from fdp._placement.plan import pieces
 from fdp._placement.slot import Slot
 from fdp._transforms.accumulate import Gradients, check_differentiable
@@ -99,7 +97,7 @@ class Differentiation:
         return differentiated
 
     def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
-        with begins(self.where, self.devices, (*args, *kwargs.values())):
+        with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
             try:
                 return self._compute_once(args, kwargs, apart=runs_apart(self.fn))
             except Again:  # on a mesh, in all processes
@@ -128,69 +126,45 @@ class Differentiation:
             self.microbatches,
             apart=apart and not self.create_graph,
         )
-        outs: list[Any] = [None] * len(call.shards)
+        outs: list[Any] = [None] * len(call.plan.slots)
         aliases: list[torch.Tensor] = []
-        with call.part():
+        with call.peers:
+            shards, watch = call.place()
             gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
-            if call.across is not None:
-                call.across.may_add(lambda: [torch.zeros((), dtype=torch.float64), *gradients.zeros()])
+            call.peers.may_add(gradients.zeros)
             check_differentiable([call.flats[i] for i in positions], call.plan, where)
 
             def take(i: int, result: Result) -> None:
                 outs[i] = result.out
                 aliases.extend(result.aliases)
-                gradients.add(i, result.grads, [call.shards[i].args[p] for p in positions])
+                gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 
-            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, take)
-            call.watch.check(where)
-            part = None
-            if call.across is not None:
-                call.check_captured([[(out.loss, out.aux) for out in outs], gradients.sums()], aliases)
-                part = self._part(call, gradients, outs, weights, target)
-        if part is not None:
-            ours = gradients.ours()  # before others refer to them
-            (value, aux), sums = part.finish(call.inputs(), gradients.sums(), ours)
-            gradients.replace_sums(sums)
-            remember_apart(self.fn, apart=not must_run_together(self.fn))
-        else:
-            device = target or call.device
-            value = join(promoted([out.loss for out in outs]), self.reduction, weights.own, device, "loss", where)
-            aux = self._joined_aux(outs, call, weights, device) if self.has_aux else None
+            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, shards, take)
+            watch.check(where)
+            loss, aux = self._joined(outs, call, weights)
+            found = call.peers.reduce(loss, aux, gradients, aliases, target or call.device, where)
+        value, rest = found()
+        remember_apart(self.fn, apart=not must_run_together(self.fn))
         grads = gradients.finish()
-        return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+        return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
-    def _joined_aux(self, outs: Sequence[Out], call: Call, weights: "Weights", device: torch.device) -> Tree:
-        rows = weights.own if self.aux_weight == "count" else call.plan.sizes
-        dims, hint = "mean" if self.aux_dims is AUTO else self.aux_dims, ""
+    def _joined(self, outs: Sequence[Out], call: Call, weights: "Weights") -> tuple[Joined, Joined | None]:
+        """How the losses become one, and what else the shards have returned."""
+        sizes = call.plan.sizes
+        losses = promoted([out.loss for out in outs]) if outs else []
+        loss = Joined(losses, self.reduction, weights.own, weights.whole, "loss")
+        if not self.has_aux:
+            return loss, None
+        if self.aux_dims is AUTO and outs and sizes is not None:  # what has rows is no mean, if nobody said that it is
+            every = call.peers.sizes(sizes, functools.partial(pieces, microbatches=self.microbatches))
+            check_means(outs[0].aux, outs[0].buffers, every, call.flats, self.where)
+        rows, whole, hint = sizes, lambda: call.peers.rows(sum(sizes or ())), ""
+        if self.aux_weight == "count" or (self.count is None and self.reduction == "mean"):
+            rows, whole = weights.own, weights.whole
         if rows is None:
             hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
-        self._check_aux(outs, call, call.plan.sizes)
-        return join([out.aux for out in outs], dims, rows, device, "aux", self.where, hint)
-
-    def _check_aux(self, outs: Sequence[Out], call: Call, sizes: Sequence[int] | None) -> None:
-        """What has rows is no mean, if nobody said that it is. `sizes`: of all shards."""
-        if self.has_aux and self.aux_dims is AUTO and outs and sizes is not None:
-            check_means(outs[0].aux, outs[0].buffers, sizes, call.flats, self.where)
-
-    def _part(
-        self, call: Call, gradients: Gradients, outs: Sequence[Out], weights: "Weights", target: torch.device | None
-    ) -> Part:
-        """What this process adds to the results of all."""
-        across = call.across
-        assert across is not None
-        of_loss = (weights.own, weights.whole()) if self.reduction == "mean" else (call.plan.sizes, across.rows)
-        rows = (call.plan.sizes, across.rows) if self.aux_weight == "rows" and self.count is not None else of_loss
-        dims = (self.reduction, "mean" if self.aux_dims is AUTO else self.aux_dims)
-        losses = promoted([out.loss for out in outs]) if outs else []
-        trees = [(loss, out.aux) for loss, out in zip(losses, outs, strict=True)]
-        if call.plan.sizes is not None:
-            self._check_aux(outs, call, [piece for size in across.sizes for piece in pieces(size, self.microbatches)])
-        part = Part(across, trees, dims, *rows, target or call.device, self.where, first=of_loss)
-        across.ends_with(part.place(gradients.sums()))
-        if outs:
-            ours = gradients.ours()
-            across.add([part.first(), *gradients.sums()], [False, *ours])
-        return part
+        dims = "mean" if self.aux_dims is AUTO else self.aux_dims
+        return loss, Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
 
     def _positions(self, n_args: int) -> tuple[int, ...]:
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
@@ -201,18 +175,18 @@ class Differentiation:
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
 
-    def _weights(self, problem: Problem, call: Call) -> "Weights":
+    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> "Weights":
         """What each shard counts in the loss: its rows, or what `count` says."""
-        across, sizes = call.across, call.plan.sizes
+        sizes = call.plan.sizes
         if self.reduction == "sum":
-            return Weights([1] * len(call.shards), lambda: 1)
+            return Weights([1] * len(shards), lambda: 1)
         if self.count is None:
-            if sizes is None and len(call.shards) > 1:
+            if sizes is None and len(shards) > 1:
                 raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
             own: Sequence[float] = sizes if sizes is not None else [1]
 
             def rows() -> float:
-                whole = sum(own) if across is None or sizes is None else across.rows
+                whole = 1 if sizes is None else call.peers.rows(sum(sizes))
                 if whole == 0:
                     raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
                 return whole
@@ -220,31 +194,34 @@ class Differentiation:
             if sum(own) == 0:
                 rows()
             return Weights(own, rows)
-        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in call.shards]
-        slots = slots_of(call.plan, self.axis_name, across)
-        own = run_all(tasks, slots, Mode("sequential", None, self.count, across=across))
+        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in shards]
+        slots = slots_of(call.plan, self.axis_name, call.peers)
+        own = run_all(tasks, slots, Mode("sequential", None, self.count, peers=call.peers))
         if not all(math.isfinite(weight) and weight >= 0 for weight in own):
             raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
-        whole = sum(own) if across is None else across.total(sum(own), f"count of {self.where}")
+        whole = call.peers.total(sum(own), f"count of {self.where}")
         if whole == 0:
             raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
         return Weights(own, lambda: whole)
 
-    def _run(self, problem: Problem, call: Call, take: Callable[[int, Result], None]) -> "Weights":
+    def _run(
+        self, problem: Problem, call: Call, shards: Sequence[Shard], take: Callable[[int, Result], None]
+    ) -> "Weights":
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
-        weights = self._weights(problem, call)
-        shares = [functools.partial(weights.share, i) for i in range(len(call.shards))]
-        slots = slots_of(call.plan, self.axis_name, call.across)
-        mode = Mode(self.executor, self.seed, self.fn, across=call.across)
+        weights = self._weights(problem, call, shards)
+        shares = [functools.partial(weights.share, i) for i in range(len(shards))]
+        slots = slots_of(call.plan, self.axis_name, call.peers)
+        mode = Mode(self.executor, self.seed, self.fn, peers=call.peers)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        self._run_shards(problem, call, shares, slots, mode, take)
+        self._run_shards(problem, call, shards, shares, slots, mode, take)
         return weights
 
     def _run_shards(
         self,
         problem: Problem,
         call: Call,
+        shards: Sequence[Shard],
         shares: Sequence[Callable[[], float]],
         slots: Sequence[Slot],
         mode: Mode,
@@ -253,7 +230,7 @@ class Differentiation:
         if needs_transform(call.inputs()):
             tasks = [
                 Task(functools.partial(transformed, problem, share, self.create_graph), shard)
-                for share, shard in zip(shares, call.shards, strict=True)
+                for share, shard in zip(shares, shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
         attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in call.inputs())
@@ -262,11 +239,11 @@ class Differentiation:
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
                 Task(functools.partial(self._alone, problem, attached, share, graph), shard)
-                for share, shard in zip(shares, call.shards, strict=True)
+                for share, shard in zip(shares, shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
         forwards = [
-            Task(functools.partial(forward, problem, attached=attached, graph=graph), shard) for shard in call.shards
+            Task(functools.partial(forward, problem, attached=attached, graph=graph), shard) for shard in shards
         ]
         taken, name = False, ""
         try:
@@ -284,7 +261,7 @@ class Differentiation:
             raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
         if mode.stays_apart():
             raise Again(name)
-        self._run_shards(problem, call, shares, slots, mode, take)
+        self._run_shards(problem, call, shards, shares, slots, mode, take)
 
     def _alone(
         self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard

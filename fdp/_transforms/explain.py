@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from fdp._collectives.run import check_options
-from fdp._mesh.processes import processes_of
+from fdp._placement.peers import peers_of
 from fdp._placement.report import Plan
 from fdp._placement.report_rows import of_arguments, of_outputs
 from fdp._placement.sharded import Slots
@@ -129,10 +129,9 @@ def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
     held = [leaf for tree in trees for leaf in flatten(tree, "tree", where="explain").leaves if isinstance(leaf, Slots)]
-    if processes_of(devices, "explain") is not None or any(slots.processes is not None for slots in held):
-        raise ValueError(
-            "explain: a mesh of several processes, which would have to talk. devices=mesh.devices, and shards that are "
-            "not on the mesh, explain the part of this process"
+    for peers in (peers_of(devices), *(slots.peers for slots in held)):
+        peers.refuse(
+            "explain", "devices=mesh.devices, and shards that are not on the mesh, explain the part of this process"
         )
 
 

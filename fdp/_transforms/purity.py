@@ -1,15 +1,14 @@
 """Writes in place to what a function was given, found by the versions of tensors."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
-from fdp._placement.moves import layers
-from fdp._placement.sharded import Slots
-from fdp._placement.split import Memo
+from fdp._placement.moves import Memo, layers
+from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._trees.listing import listed
-from fdp._trees.tree import Flat, flatten, tensors_in
+from fdp._trees.tree import Flat, flatten
 from fdp._trees.untraced import leave_alone
 
 
@@ -61,13 +60,6 @@ def _paths_of(flat: Flat, index: int, tensor: torch.Tensor) -> list[str]:
         return [path]
     inner = flatten(leaf.shards if isinstance(leaf, Slots) else leaf, path)
     return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
-
-
-def leaf_tensors(leaf: Any) -> Sequence[torch.Tensor]:
-    """The tensors in a leaf of the arguments: itself, those on all slots, those of a list under 'items'."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf,)
-    return tensors_in(leaf.shards if isinstance(leaf, Slots) else leaf)
 
 
 leave_alone(globals())

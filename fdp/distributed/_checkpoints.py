@@ -8,11 +8,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from fdp._mesh.communicator import Place
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import EXCLUSIVE, fold_in, text_of
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import load, newest, write
+from fdp.distributed._communicator import Tag
 from fdp.distributed._portable import pack, unpack
 
 _CHUNK = 2**26  # bytes that are sent at once
@@ -74,19 +74,19 @@ class Checkpoints:
             ValueError: A bad `step`, or the processes have different ones.
             OSError: Process 0 could not write; the files before it are as they were. In the others a RuntimeError.
         """
-        wire = self._wire()
+        comm = self._wire()
         wrong = None
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             wrong = ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
-        if wire is not None:
-            wire.agree(Place("Checkpoints.save"), failure=wrong)
+        if comm is not None:
+            comm.agree(Tag("Checkpoints.save"), failure=wrong)
         if wrong is not None:
             raise wrong
-        everybody = _from_all(wire, (step, _generator_states()))
+        everybody = _from_all(comm, (step, _generator_states()))
         if len({other for other, _ in everybody}) > 1:
             raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
         failure = None
-        if wire is None or wire.rank == wire.ranks[0]:
+        if comm is None or comm.rank == comm.ranks[0]:
             try:
                 state = pack(tree, "Checkpoints.save")
                 generators = [states for _, states in everybody]
@@ -94,7 +94,7 @@ class Checkpoints:
                 write(self._directory, step, whole, self._keep)
             except Exception as error:
                 failure = error
-        self._settle(wire, failure, "Checkpoints.save")
+        self._settle(comm, failure, "Checkpoints.save")
 
     def restore(self, like: Tree | None = None) -> tuple[int, Tree] | None:
         """What was saved last, and set torch's random generators as they were then. All processes call it.
@@ -114,36 +114,40 @@ class Checkpoints:
             RuntimeError: None of the files is whole. One that is not, before one that is, gives a warning.
             OSError: Process 0 could not read. In the others a RuntimeError.
         """
-        wire = self._wire()
-        if wire is not None:
-            wire.agree(Place("Checkpoints.restore"))
+        comm = self._wire()
+        if comm is not None:
+            comm.agree(Tag("Checkpoints.restore"))
         found = failure = None
-        if wire is None or wire.rank == wire.ranks[0]:
+        if comm is None or comm.rank == comm.ranks[0]:
             try:
                 found = newest(self._directory)
             except Exception as error:
                 failure = error
-        self._settle(wire, failure, "Checkpoints.restore")
-        data = _from_first(wire, None if found is None else found[1])
+        self._settle(comm, failure, "Checkpoints.restore")
+        data = _from_first(comm, None if found is None else found[1])
         if data is None:
             return None
         state = load(data)
         if state.get("format") != _FORMAT:
             raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
         tree = unpack(state, like, "Checkpoints.restore")
-        _set_generators(state["generators"], 0 if wire is None else wire.ranks.index(wire.rank), wire)
+        _set_generators(
+            state["generators"],
+            0 if comm is None else comm.ranks.index(comm.rank),
+            comm,
+        )
         return state["step"], tree
 
     def _wire(self) -> Any:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError("Checkpoints: there are several processes; pass mesh=, so that one of them writes")
         processes = None if self._mesh is None else self._mesh.processes
-        return None if processes is None else processes.wire
+        return None if processes is None else processes.comm
 
-    def _settle(self, wire: Any, failure: Exception | None, where: str) -> None:
+    def _settle(self, comm: Any, failure: Exception | None, where: str) -> None:
         """All fail if the first one has."""
         how = None if failure is None else f"{type(failure).__name__}: {text_of(failure)}"
-        said = _from_all(wire, how)[0]
+        said = _from_all(comm, how)[0]
         if failure is not None:
             failure.add_note(f"{where}: in {self._directory}")
             raise failure
@@ -151,21 +155,21 @@ class Checkpoints:
             raise RuntimeError(f"{where}: process 0 has raised {said}")
 
 
-def _from_all(wire: Any, value: Any) -> list[Any]:
-    return [value] if wire is None else wire.objects(value, "Checkpoints")
+def _from_all(comm: Any, value: Any) -> list[Any]:
+    return [value] if comm is None else comm.objects(value, "Checkpoints")
 
 
-def _from_first(wire: Any, data: bytes | None) -> bytes | None:
+def _from_first(comm: Any, data: bytes | None) -> bytes | None:
     """The bytes of process 0, in all: nodes need not share a file system."""
-    if wire is None:
+    if comm is None:
         return data
-    size = _from_all(wire, None if data is None else len(data))[0]
+    size = _from_all(comm, None if data is None else len(data))[0]
     if size is None:
         return None
     parts = []
     for start in range(0, size, _CHUNK):
         part = bytes(min(_CHUNK, size - start)) if data is None else data[start : start + _CHUNK]
-        parts.append(wire.share_bytes(part, 0, "Checkpoints"))
+        parts.append(comm.share_bytes(part, 0, "Checkpoints"))
     return b"".join(parts)
 
 
@@ -179,10 +183,10 @@ def _generator_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_generators(saved: list[dict[str, torch.Tensor]], position: int, wire: Any) -> None:
+def _set_generators(saved: list[dict[str, torch.Tensor]], position: int, comm: Any) -> None:
     seed = int.from_bytes(hashlib.sha256(bytes_of(saved[0]["cpu"])).digest()[:8])
     torch.manual_seed(fold_in(seed, position))
-    if len(saved) != (1 if wire is None else len(wire.ranks)):
+    if len(saved) != (1 if comm is None else len(comm.ranks)):
         return
     accelerator = torch.accelerator.current_accelerator()
     for name, state in saved[position].items():

@@ -9,14 +9,14 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from fdp._mesh.communicator import Wire, first_sentence
-from fdp._mesh.processes import Processes
-from fdp._mesh.underway import leave_at_exit
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.plan import balanced
 from fdp._trees.types import Devices
+from fdp.distributed._communicator import Communicator, first_sentence
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
+from fdp.distributed._peers import MeshPeers
+from fdp.distributed._underway import leave_at_exit
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,12 +51,12 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
     owns_group = not dist.is_initialized()
     if owns_group:
         _join(backend, slots[0], limit)
-    wire = Wire(None, range(dist.get_world_size()), dist.get_rank(), 2, limit)
-    counts: list[int] = wire.objects(len(slots), "init")
+    comm = Communicator(None, range(dist.get_world_size()), dist.get_rank(), 2, limit)
+    counts: list[int] = comm.objects(len(slots), "init")
     if len(counts) == 1:
         return Mesh(slots, None, owns_group=owns_group)
-    wire = Wire(None, wire.ranks, wire.rank, 2 + max(counts), limit)
-    return Mesh(slots, Processes(wire, counts), owns_group=owns_group)
+    comm = Communicator(None, comm.ranks, comm.rank, 2 + max(counts), limit)
+    return Mesh(slots, MeshPeers(comm, counts), owns_group=owns_group)
 
 
 def _limit(timeout: float | datetime.timedelta) -> datetime.timedelta:

@@ -7,13 +7,14 @@ from typing import Any, Self, final
 import torch
 import torch.distributed as dist
 
-from fdp._mesh.processes import Processes, Spread
-from fdp._mesh.underway import leave
 from fdp._placement.moves import split
+from fdp._placement.peers import ALONE, Peers, Spread
 from fdp._placement.plan import check_weights
 from fdp._placement.split import flatten_args, plan_args
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
+from fdp.distributed._peers import MeshPeers
+from fdp.distributed._underway import leave
 
 
 @final
@@ -33,18 +34,22 @@ class Mesh(Spread):
         slots: How many slots each process has, by rank.
     """
 
-    def __init__(self, devices: tuple[torch.device, ...], processes: Processes | None, *, owns_group: bool) -> None:
+    def __init__(self, devices: tuple[torch.device, ...], processes: MeshPeers | None, *, owns_group: bool) -> None:
         self.devices = devices
         self._processes, self._owns_group = processes, owns_group
         self._is_closed = False
-        self.rank: int = 0 if processes is None else processes.wire.rank
+        self.rank: int = 0 if processes is None else processes.comm.rank
         self.slots: tuple[int, ...] = (len(devices),) if processes is None else processes.slots
 
     @property
-    def processes(self) -> Processes | None:
+    def processes(self) -> MeshPeers | None:
         if self._is_closed:
             raise RuntimeError("the mesh is closed; fdp.distributed.init makes another")
         return self._processes
+
+    @property
+    def peers(self) -> Peers:
+        return self.processes or ALONE
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -120,7 +120,7 @@ def early(mesh: Any) -> list[Any]:
         return (w * x).mean()
 
     odd = mesh.rank == 1
-    rows = fdp.Sharded((torch.ones(2),), mesh.devices, (3 if odd else 2,), 0, processes=mesh.processes)
+    rows = fdp.Sharded((torch.ones(2),), mesh.devices, (3 if odd else 2,), 0, peers=mesh.peers)
     calls = [
         lambda: fdp.shard_map(torch.sum, devices=mesh, in_dims=(0, 0) if odd else (0,), out_dims="sum")(torch.ones(2)),
         lambda: fdp.dp_apply(curve, None, torch.ones(2), mesh, output_device="cuda:77" if odd else None),

@@ -22,6 +22,8 @@ def misused(mesh: Any) -> list[str]:
         ("is on .* mesh", lambda: fdp.dp_apply(mean, p, alone, out_dims="mean")),
         ("on a mesh", lambda: fdp.dp_apply(mean, torch.ones(3), x, fdp.virtual_devices(1), out_dims="mean")),
         ("is on a mesh, but params is not on it", lambda: fdp.dp_apply(mean, p, x, other, out_dims="mean")),
+        ("explain: a mesh of several processes", lambda: fdp.explain(mean, torch.ones(3), x_of(mesh), mesh)),
+        ("explain: a mesh of several processes", lambda: fdp.explain(mean, p, x_of(mesh))),
         ("cannot be pickled; pickle its .shards", lambda: pickle.dumps(x)),
         ("cannot be pickled|pickle", lambda: pickle.dumps(mesh)),
     ]

@@ -11,70 +11,70 @@ import torch
 from torch import Tensor
 
 from fdp._execution.patches import is_forward_mode
-from fdp._mesh.communicator import Place, Talk, Wire
+from fdp.distributed._communicator import Communicator, Session, Tag
 
 
-def total(wire: Wire, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
+def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
     """The sum over processes of each; those that are `ours` may be overwritten where nothing differentiates."""
     if not tensors:
         return []
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if differentiated or torch._C._are_functorch_transforms_active() or is_forward_mode():
-        return list(Total.apply(wire, name, *tensors))
-    return wire.sums(tensors, name, ours)
+        return list(Total.apply(comm, name, *tensors))
+    return comm.sums(tensors, name, ours)
 
 
 class Total(torch.autograd.Function):
     """The sum over processes."""
 
     @staticmethod
-    def forward(wire: Wire, name: str, *tensors: Tensor) -> Any:
-        return tuple(wire.sums(tensors, name))
+    def forward(comm: Communicator, name: str, *tensors: Tensor) -> Any:
+        return tuple(comm.sums(tensors, name))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.wire, ctx.name, *_ = inputs
+        ctx.comm, ctx.name, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)
+        return None, None, *Entered.apply(Session(ctx.comm), ctx.name, None, True, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return Total.apply(ctx.wire, ctx.name, *tangents[2:])
+        return Total.apply(ctx.comm, ctx.name, *tangents[2:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        wire, name, *tensors = args
+        comm, name, *tensors = args
         moved = _batched(info, in_dims[2:], tensors)
-        return Total.apply(wire, name, *moved), (0,) * len(moved)
+        return Total.apply(comm, name, *moved), (0,) * len(moved)
 
 
 class Parts(torch.autograd.Function):
     """The tensors of all processes, in a new first dimension."""
 
     @staticmethod
-    def forward(wire: Wire, name: str, tensor: Tensor) -> Any:
-        return torch.stack(wire.all(tensor, name))
+    def forward(comm: Communicator, name: str, tensor: Tensor) -> Any:
+        return torch.stack(comm.all(tensor, name))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.wire, ctx.name, _ = inputs
+        ctx.comm, ctx.name, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (whole,) = Entered.apply(Talk(ctx.wire), ctx.name, None, True, *grads)  # as in `Total`
-        return None, None, whole[ctx.wire.position]
+        (whole,) = Entered.apply(Session(ctx.comm), ctx.name, None, True, *grads)  # as in `Total`
+        return None, None, whole[ctx.comm.position]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return Parts.apply(ctx.wire, ctx.name, tangents[2])
+        return Parts.apply(ctx.comm, ctx.name, tangents[2])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        wire, name, tensor = args
-        return Parts.apply(wire, name, *_batched(info, in_dims[2:], [tensor])), 1
+        comm, name, tensor = args
+        return Parts.apply(comm, name, *_batched(info, in_dims[2:], [tensor])), 1
 
 
 class Entered(torch.autograd.Function):
@@ -84,12 +84,12 @@ class Entered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(talk: Talk, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
+    def forward(session: Session, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
         return tuple(values or (x.view_as(x) for x in tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.talk, ctx.name, _, ctx.counts, *tensors = inputs
+        ctx.session, ctx.name, _, ctx.counts, *tensors = inputs
         ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
 
@@ -97,16 +97,16 @@ class Entered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
         given = [ctx.counts and grad is not None for grad in grads]
-        place = Place(name, repr(shapes), lambda: f"gradients of {shapes}")
-        table = ctx.talk.wire.agree(place, [all(given)])
+        tag = Tag(name, repr(shapes), lambda: f"gradients of {shapes}")
+        table = ctx.session.comm.agree(tag, [all(given)])
         if any(has_all for (has_all,) in table):
             there = list(range(len(grads)))
         else:
-            columns = zip(*ctx.talk.wire.objects(given, name), strict=True)
+            columns = zip(*ctx.session.comm.objects(given, name), strict=True)
             there = [i for i, column in enumerate(columns) if any(column)]
         filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
         found: list[Any] = [None] * len(grads)
-        for i, x in zip(there, Total.apply(ctx.talk.wire, name, *filled) if there else (), strict=True):
+        for i, x in zip(there, Total.apply(ctx.session.comm, name, *filled) if there else (), strict=True):
             found[i] = x
         return None, None, None, None, *found
 

@@ -1,4 +1,4 @@
-"""The part that a process has in a call on a mesh."""
+"""What all processes know of a call on a mesh: which have shards, how the call begins in all, and how it ends."""
 
 import contextlib
 import struct
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fdp._execution.restart import Again
-from fdp._mesh.communicator import Place, Talk
-from fdp._mesh.entry import BEGINNING
-from fdp._mesh.processes import Processes
 from fdp._placement.slot import AXES
+from fdp.distributed._communicator import Session, Tag
+from fdp.distributed._entry import BEGINNING
+from fdp.distributed._processes import Processes
 
 
-@final
-class Across:
+class Agreement:
     """A call on a mesh: which processes have shards, and what comes before those of this one.
 
     That is known when the others have begun the call too, and waited for when it is first needed. As a context: around
@@ -39,17 +38,16 @@ class Across:
             beginning.is_over = True
         self.number = 0 if AXES.get() else processes.calls  # calls inside others have no order
         same = self.number, same
-        self.processes, self._place = processes, Place(f"the end of {where}")
-        self.everybody = Talk(processes.wire)
+        self.where = where
+        self.processes, self._tag = processes, Tag(f"the end of {where}")
+        self.everybody = Session(processes.comm)
         self._has_rows = len(rows) > 0
         numbers = [apart, len(rows), *rows] + [0] * (max(processes.slots) - len(rows))
 
         def said() -> str:
             return f"call {self.number}\n{say() or same[1]}"
 
-        self._begun: Callable[[], list[list[int]]] | None = self.everybody.begin(
-            Place(where, repr(same), said), numbers
-        )
+        self._begun: Callable[[], list[list[int]]] | None = self.everybody.begin(Tag(where, repr(same), said), numbers)
         self._answer: _All | BaseException | None = None
         self._asking = threading.Lock()
         self._zeros: Callable[[], list[Tensor]] | None = None
@@ -82,8 +80,8 @@ class Across:
             counts, [row[2 : 2 + n] for row, n in zip(table, counts, strict=True)], all(row[0] for row in table)
         )
         # Before anything else is said, since all processes make the group together.
-        wire = self.processes.among(found.ranks) if 1 < len(found.ranks) < len(counts) else None
-        self._talk = self.everybody if found.is_whole else None if wire is None else Talk(wire)
+        comm = self.processes.among(found.ranks) if 1 < len(found.ranks) < len(counts) else None
+        self._session = self.everybody if found.is_whole else None if comm is None else Session(comm)
         return found
 
     @property
@@ -104,22 +102,22 @@ class Across:
     @property
     def offset(self) -> int:
         """The shards of the processes before."""
-        return sum(self.counts[: self.processes.wire.rank])
+        return sum(self.counts[: self.processes.comm.rank])
 
     @property
-    def rows(self) -> int:
+    def all_rows(self) -> int:
         """All rows."""
         return sum(map(sum, self._all.rows))
 
     @property
-    def sizes(self) -> list[int]:
+    def all_sizes(self) -> list[int]:
         """The rows of every shard."""
         return [rows for each in self._all.rows for rows in each]
 
     @property
-    def before(self) -> int:
+    def rows_before(self) -> int:
         """The rows of the processes before."""
-        return sum(map(sum, self._all.rows[: self.processes.wire.rank]))
+        return sum(map(sum, self._all.rows[: self.processes.comm.rank]))
 
     @property
     def is_whole(self) -> bool:
@@ -129,7 +127,7 @@ class Across:
     @property
     def is_active(self) -> bool:
         """Whether this one has."""
-        return self._has_rows or self.counts[self.processes.wire.rank] > 0
+        return self._has_rows or self.counts[self.processes.comm.rank] > 0
 
     @property
     def is_apart(self) -> bool:
@@ -137,28 +135,27 @@ class Across:
         return self._all.is_apart
 
     @property
-    def talk(self) -> Talk | None:
+    def session(self) -> Session | None:
         """With those that have shards, None if there are no others."""
-        return self._talk if self._all else None
+        return self._session if self._all else None
 
     def total(self, number: float, name: str) -> float:
         """The sum of a number of every process."""
         assert self._all
-        self.everybody.agree(Place(name))
-        return self.everybody.wire.sums([torch.tensor(number, dtype=torch.float64)], name)[0].item()
+        self.everybody.agree(Tag(name))
+        return self.everybody.comm.sums([torch.tensor(number, dtype=torch.float64)], name)[0].item()
 
-    def ends_with(self, place: Place) -> None:
+    def ends_with(self, tag: Tag) -> None:
         """What has to be the same in all processes at the end."""
-        self._place = place
+        self._tag = tag
 
-    @property
     def adds_at_end(self) -> bool:
         """Whether all processes add up at the end what they know to be the same in all, without asking."""
         return self._zeros is not None and self.is_apart and self.is_whole
 
     def may_add(self, zeros: Callable[[], list[Tensor]]) -> None:
-        """At the end tensors like these will be added up, the first a number, if nobody meets the others before."""
-        self._zeros = zeros
+        """At the end a number and tensors like these will be added up, if nobody meets the others before."""
+        self._zeros = lambda: [torch.zeros((), dtype=torch.float64), *zeros()]
 
     def add(self, tensors: Sequence[Tensor], ours: Sequence[bool]) -> None:
         """Add these up at the end; those that are `ours` may be overwritten."""
@@ -166,7 +163,9 @@ class Across:
 
     def again(self, where: str) -> "contextlib.AbstractContextManager[object]":
         """As a context: another run of those that have met, such as their backward."""
-        return _Again(self.talk, Place(where)) if self.has_met and self.talk is not None else contextlib.nullcontext()
+        return (
+            _Again(self.session, Tag(where)) if self.has_met and self.session is not None else contextlib.nullcontext()
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -180,8 +179,8 @@ class Across:
                 raise
             return  # nobody waits for this one
         elsewhere: BaseException | None = None
-        if not whole and self.talk is not None:
-            elsewhere = _told(self.talk, self._place, error)
+        if not whole and self.session is not None:
+            elsewhere = _told(self.session, self._tag, error)
         first = elsewhere
         elsewhere = self._end(error or first) or first
         if elsewhere is not None and (error is None or isinstance(error, Again)):
@@ -189,13 +188,13 @@ class Across:
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Meet all, and add up at the same time what is known to be the same in all."""
-        if self._zeros is None or not self.adds_at_end:
-            return _told(self.everybody, self._place, error)
+        if self._zeros is None or not self.adds_at_end():
+            return _told(self.everybody, self._tag, error)
         if self.everybody.is_over:
             return None
         (first, *rest), ours = self._added if self._added is not None and error is None else (self._zeros(), ())
-        finish = self.everybody.begin(self._place, [_bits(first.item())], error)  # a message less than a sum of its own
-        sums = self.everybody.wire.begin_sums(rest, self._place.name, ours[1:])
+        finish = self.everybody.begin(self._tag, [_bits(first.item())], error)  # a message less than a sum of its own
+        sums = self.everybody.comm.begin_sums(rest, self._tag.name, ours[1:])
         numbers: list[list[int]] = []
         try:
             numbers = finish()
@@ -231,25 +230,25 @@ class _All(NamedTuple):
 
 @final
 class _Again:
-    def __init__(self, talk: Talk, place: Place) -> None:
-        talk.is_over = False
-        self._talk, self._place = talk, place
+    def __init__(self, session: Session, tag: Tag) -> None:
+        session.is_over = False
+        self._session, self._tag = session, tag
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        elsewhere = _told(self._talk, self._place, error)
+        elsewhere = _told(self._session, self._tag, error)
         if error is None and elsewhere is not None:
             raise elsewhere
 
 
-def _told(talk: Talk, place: Place, error: BaseException | None) -> BaseException | None:
+def _told(session: Session, tag: Tag, error: BaseException | None) -> BaseException | None:
     """Tell the others how it went; why this process has to fail if it has not."""
-    if talk.is_over and error is not None:
+    if session.is_over and error is not None:
         return None
     try:
-        talk.agree(place, failure=error)
+        session.agree(tag, failure=error)
     except (Exception, Again) as elsewhere:
         return elsewhere
     return None

@@ -5,41 +5,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._mesh.autograd import Entered
-from fdp._mesh.communicator import Place, Talk, Wire
-from fdp._mesh.entry import begin
-from fdp._mesh.processes import Processes
 from fdp._trees.listing import differing, listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
+from fdp.distributed._autograd import Entered
+from fdp.distributed._communicator import Communicator, Session, Tag
+from fdp.distributed._entry import begin
+from fdp.distributed._processes import Processes
 
 
 def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
-    wire = processes.wire
+    comm = processes.comm
     same = f"call {processes.calls}\ncheck_values={check_values}"
-    begin(processes, Place("replicate", same, lambda: same))
+    begin(processes, Tag("replicate", same, lambda: same))
     if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in flat.leaves):
         raise TypeError("replicate: sparse tensors cannot be put on a mesh; pass them dense")
     structure = str(flat.structure).removeprefix("PyTreeSpec")
-    every = wire.objects((structure, [_said(flat, i) for i in range(len(flat.leaves))]), "replicate")
+    every = comm.objects((structure, [_said(flat, i) for i in range(len(flat.leaves))]), "replicate")
     for rank, (other, leaves) in enumerate(every):
         _compare(rank, leaves, every[0][1])
         if other != every[0][0]:
             each = differing([other, every[0][0]], [f"process {rank}", "process 0"])
             raise ValueError(f"replicate: the trees differ: {each}")
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
-    shared = [_shared(x, wire) for x in tensors]
+    shared = [_shared(x, comm) for x in tensors]
     if check_values:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat.leaves)))}
         paths = [flat.path(first[id(x)]) for x in tensors]
         columns = zip(paths, tensors, shared, strict=True)
         other = [path for path, own, first in columns if not _equal(own, first)]
         _raise_for(
-            [f"process {rank}: {listed(paths)}" for rank, paths in enumerate(wire.objects(other, "replicate")) if paths]
+            [f"process {rank}: {listed(paths)}" for rank, paths in enumerate(comm.objects(other, "replicate")) if paths]
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        shared = Entered.apply(Talk(wire), "replicate", shared, True, *tensors)
+        shared = Entered.apply(Session(comm), "replicate", shared, True, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
 
@@ -56,9 +56,9 @@ def _equal(own: Tensor, first: Tensor) -> bool:
     return torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (own, first)))
 
 
-def _shared(x: Tensor, wire: Wire) -> Tensor:
+def _shared(x: Tensor, comm: Communicator) -> Tensor:
     data = x.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-    wire.share(data, 0, "replicate")
+    comm.share(data, 0, "replicate")
     return data if x.is_contiguous() else torch.empty_like(x, requires_grad=False).copy_(data)
 
 

@@ -7,24 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from fdp._collectives.operations import Extreme, Operation, Sum
-from fdp._mesh.call import Across
-from fdp._mesh.communicator import Place, Wire
 from fdp._placement.moves import accumulator, total
+from fdp.distributed._agreement import Agreement
+from fdp.distributed._communicator import Communicator, Tag
 
 
-def over_processes(
-    operation: Operation, columns: Sequence[Sequence[Tensor]], across: Across, name: str
-) -> list[list[Tensor]]:
+def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], across: Agreement) -> list[list[Tensor]]:
     """For each leaf, what becomes of it on each slot of this process."""
-    assert across.talk is not None
+    assert across.session is not None
     across.has_met = True
-    wire = across.talk.wire
+    comm, name = across.session.comm, operation.name
     if isinstance(operation, Sum):
         # Half precision is added up in float32, and rounded once.
-        summed = wire.sums([total([x.to(accumulator(x.dtype)) for x in xs]) for xs in columns], name)
+        summed = comm.sums([total([x.to(accumulator(x.dtype)) for x in xs]) for xs in columns], name)
         return [[x.to(xs[0].dtype)] * len(xs) for x, xs in zip(summed, columns, strict=True)]
     if isinstance(operation, Extreme):
-        each = [wire.all(operation.results(xs, leaf)[0], name) for leaf, xs in enumerate(columns)]
+        each = [comm.all(operation.results(xs, leaf)[0], name) for leaf, xs in enumerate(columns)]
         return [
             operation.results(found, leaf)[:1] * len(xs)
             for leaf, (found, xs) in enumerate(zip(each, columns, strict=True))
@@ -32,22 +30,21 @@ def over_processes(
     found = []
     for leaf, xs in enumerate(columns):
         own = slice(across.offset, across.offset + len(xs))
-        found.append(operation.results(_of_all_slots(xs, across, wire, name), leaf)[own])
+        found.append(operation.results(_of_all_slots(xs, across, comm, name), leaf)[own])
     return found
 
 
-def _of_all_slots(xs: Sequence[Tensor], across: Across, wire: Wire, name: str) -> list[Tensor]:
+def _of_all_slots(xs: Sequence[Tensor], across: Agreement, comm: Communicator, name: str) -> list[Tensor]:
     """A leaf of every slot of every process, in order."""
-    counts = [across.counts[rank] for rank in wire.ranks]
+    counts = [across.counts[rank] for rank in comm.ranks]
     nothing = xs[0].new_empty((0,) * xs[0].ndim)
-    rounds = [wire.all(xs[i] if i < len(xs) else nothing, name) for i in range(max(counts))]
+    rounds = [comm.all(xs[i] if i < len(xs) else nothing, name) for i in range(max(counts))]
     return [rounds[i][process] for process, count in enumerate(counts) for i in range(count)]
 
 
-def everywhere(values: list[Any], across: Across | None, place: Place) -> list[Any]:
+def everywhere(values: list[Any], across: Agreement, tag: Tag) -> list[Any]:
     """The values of the slots of all processes, in order; they are no tensors."""
-    if across is None or across.talk is None:
-        return values
+    assert across.session is not None
     across.has_met = True
-    across.talk.agree(place)
-    return list(chain.from_iterable(across.talk.wire.objects(values, place.name)))
+    across.session.agree(tag)
+    return list(chain.from_iterable(across.session.comm.objects(values, tag.name)))

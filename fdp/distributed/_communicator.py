@@ -19,16 +19,16 @@ from torch._C import _are_functorch_transforms_active as is_transformed
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._execution.restart import Again
-from fdp._mesh.buckets import buckets_of, like, summable
-from fdp._mesh.underway import Operation
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import text_of
 from fdp._trees.listing import differing
+from fdp.distributed._buckets import buckets_of, like, summable
+from fdp.distributed._underway import Operation
 
 _FAILED, _AGAIN = 1, 2
 
 
-class Place(NamedTuple):
+class Tag(NamedTuple):
     """Where a process is: the name of what it does, and what of it has to be the same everywhere, or None."""
 
     name: str
@@ -48,28 +48,28 @@ Elsewhere.__module__ = "builtins"
 
 
 @final
-class Talk:
-    """What the processes of a wire say in one call; it is over as soon as one of them has failed."""
+class Session:
+    """What the processes of a communicator say in one call; it is over as soon as one of them has failed."""
 
-    def __init__(self, wire: "Wire") -> None:
-        self.wire = wire
+    def __init__(self, comm: "Communicator") -> None:
+        self.comm = comm
         self.is_over = False
         self._error: Exception | None = None
 
-    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+    def agree(self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
         """`begin`, and what comes of it."""
-        return self.begin(place, numbers, failure)()
+        return self.begin(tag, numbers, failure)()
 
     def begin(
-        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
     ) -> Callable[[], list[list[int]]]:
-        """`Wire.begin`, unless it has failed before: then the others do not wait any more."""
+        """`Communicator.begin`, unless it has failed before: then the others do not wait any more."""
         if self.is_over:
             if failure is not None:
                 return list
-            raise Elsewhere(f"{place.name}: {self._error or 'another process has failed before'}")
+            raise Elsewhere(f"{tag.name}: {self._error or 'another process has failed before'}")
         self.is_over = True
-        wait = self.wire.begin(place, numbers, failure)
+        wait = self.comm.begin(tag, numbers, failure)
 
         def finish() -> list[list[int]]:
             try:
@@ -84,7 +84,7 @@ class Talk:
 
 
 @final
-class Wire:
+class Communicator:
     """Some processes, by their ranks in the mesh, and the group in which they talk."""
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, width: int, timeout: datetime.timedelta) -> None:
@@ -97,34 +97,34 @@ class Wire:
         self._is_gloo = "gloo" in kinds
         self._missed: str | None = None  # who, once that has been asked
 
-    def narrowed(self, ranks: tuple[int, ...]) -> "Wire | None":
-        """A wire between some of these processes, all of which make it together; None if this is none of them."""
+    def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
+        """One between some of these processes, all of which make it together; None if this is none of them."""
         group = dist.new_group([self._global(self.ranks.index(rank)) for rank in ranks], timeout=self._timeout)
-        return Wire(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
+        return Communicator(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
 
     @property
     def position(self) -> int:
         """Which of the processes this is."""
         return self.ranks.index(self.rank)
 
-    def agree(self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
+    def agree(self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
         """`begin`, and what comes of it."""
-        return self.begin(place, numbers, failure)()
+        return self.begin(tag, numbers, failure)()
 
     def begin(
-        self, place: Place, numbers: Sequence[int] = (), failure: BaseException | None = None
+        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
     ) -> Callable[[], list[list[int]]]:
         """Meet the other processes and exchange a few numbers. All are at the same place, or all raise `Elsewhere`.
 
         The process that failed does not raise: it has an error of its own. What is returned waits for the others.
         """
-        digest = 0 if place.same is None else zlib.crc32(f"{place.name} {place.same}".encode())
+        digest = 0 if tag.same is None else zlib.crc32(f"{tag.name} {tag.same}".encode())
         status = 0 if failure is None else _AGAIN if isinstance(failure, Again) else _FAILED
-        own = [zlib.crc32(place.name.encode()), digest, status, *numbers]
+        own = [zlib.crc32(tag.name.encode()), digest, status, *numbers]
         assert len(numbers) <= self._width  # all headers have one size, or nobody could compare them
         header = torch.tensor(own + [0] * (self._width + 3 - len(own)), dtype=torch.int64, device=self._control)
         table = [torch.empty_like(header) for _ in self.ranks]
-        wait = self._start(place.name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
+        wait = self._start(tag.name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
 
         def finish() -> list[list[int]]:
             wait()
@@ -139,12 +139,12 @@ class Wire:
                 else f"has raised {type(failure).__name__}: {text_of(failure)}"
             )
             trace = "" if failure is None or status != _FAILED else "".join(traceback.format_exception(failure))
-            *said, traces = zip(*self.objects((place.name, place.say(), how, trace), place.name), strict=True)
+            *said, traces = zip(*self.objects((tag.name, tag.say(), how, trace), tag.name), strict=True)
             if status == _FAILED:
                 return []
             if _AGAIN in statuses and _FAILED not in statuses:
                 raise Again
-            error = Elsewhere(self._explain(place, list(zip(*said, strict=True))))
+            error = Elsewhere(self._explain(tag, list(zip(*said, strict=True))))
             for rank, text in zip(self.ranks, traces, strict=True):  # it may be ended before it has printed it
                 if text:
                     error.add_note(f"In process {rank}:\n{text.rstrip()}")
@@ -152,15 +152,15 @@ class Wire:
 
         return finish
 
-    def _explain(self, place: Place, said: Sequence[tuple[str, str, str | None]]) -> str:
+    def _explain(self, tag: Tag, said: Sequence[tuple[str, str, str | None]]) -> str:
         failed = [f"process {rank} {how}" for rank, (_, _, how) in zip(self.ranks, said, strict=True) if how]
         if failed:
-            return f"{place.name} in process {self.rank} fails: {'; '.join(failed)}"
-        if any(name != place.name for name, _, _ in said):
+            return f"{tag.name} in process {self.rank} fails: {'; '.join(failed)}"
+        if any(name != tag.name for name, _, _ in said):
             each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
             return f"the processes are at different places: {each}. All must do the same in the same order"
         each = differing([what for _, what, _ in said], [f"process {rank}" for rank in self.ranks])
-        return f"{place.name}: the processes do not fit together: {each}"
+        return f"{tag.name}: the processes do not fit together: {each}"
 
     def objects(self, value: Any, name: str) -> list[Any]:
         """The value of every process, pickled on the way."""

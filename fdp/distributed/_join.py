@@ -7,14 +7,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from fdp._mesh.autograd import Parts, Tied, total
-from fdp._mesh.call import Across
-from fdp._mesh.communicator import Place, Wire
-from fdp._mesh.processes import Processes
 from fdp._placement.join import join, same_value
 from fdp._placement.moves import accumulator, concat, is_inexact
 from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
+from fdp.distributed._agreement import Agreement
+from fdp.distributed._autograd import Parts, Tied, total
+from fdp.distributed._communicator import Communicator, Tag
 
 _GLOBAL = (None, "mean", "sum", "max", "min")
 
@@ -37,7 +36,7 @@ class Part:
 
     def __init__(
         self,
-        across: Across,
+        across: Agreement,
         shards: Sequence[Tree],
         dims: Dims,
         weights: Sequence[float] | None,
@@ -72,11 +71,11 @@ class Part:
                 raise ValueError(f"{where}: {flat.path(i)} has out_dim 'mean', but rows are not known: pass weights")
             self._leaves[i] = leaf * (sum(parts) / all_parts) if sum(parts) else torch.zeros_like(leaf)
 
-    def place(self, more: Sequence[Tensor] = ()) -> Place:
+    def tag(self, more: Sequence[Tensor] = ()) -> Tag:
         """What has to be the same in all processes; `more` tensors are summed."""
         flat = self._flat
         if flat is None:
-            return Place(f"the end of {self._where}")
+            return Tag(f"the end of {self._where}")
         kinds = [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
         each = zip(kinds, flat.specs, strict=True)
         shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
@@ -89,7 +88,7 @@ class Part:
             said = [f"{flat.path(i)} {_said(kind)} under {spec!r}{tracked[i]}" for i, (kind, spec) in each]
             return "\n".join(said + [f"gradient {list(x.shape)}" for x in more])
 
-        return Place(f"the end of {self._where}", repr(same), say)
+        return Tag(f"the end of {self._where}", repr(same), say)
 
     def first(self) -> Tensor:
         """What this process has of the first leaf, in a dtype that all know."""
@@ -113,8 +112,8 @@ class Part:
             structure, specs, flags = flatten(first[0], self._name).structure, [spec for _, spec in first[1]], first[2]
         else:
             structure, specs, flags = flat.structure, flat.specs, []
-        if across.talk is not None and flat is not None:
-            summed = self._combine(across.talk.wire, flat, more, ours)
+        if across.session is not None and flat is not None:
+            summed = self._combine(across.session.comm, flat, more, ours)
         if flat is not None:
             pairs = zip(self._leaves, flat.leaves, strict=True)
             self._leaves = [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs]
@@ -122,8 +121,8 @@ class Part:
             position = across.ranks[0]
             for i, (leaf, spec) in enumerate(zip(self._leaves, specs, strict=True)):
                 if spec in _GLOBAL and isinstance(leaf, Tensor):
-                    self._leaves[i] = _shared(leaf, across.everybody.wire, position, across.is_active, self._where)
-            summed = [_shared(x, across.everybody.wire, position, across.is_active, self._where) for x in summed]
+                    self._leaves[i] = _shared(leaf, across.everybody.comm, position, across.is_active, self._where)
+            summed = [_shared(x, across.everybody.comm, position, across.is_active, self._where) for x in summed]
         if self._problem is not None:  # said when nobody waits any more
             raise ValueError(self._problem)
         leaves = self._leaves
@@ -137,19 +136,19 @@ class Part:
                 leaves[i] = leaf
         return unflatten(structure, leaves), summed
 
-    def joined(self, tree: Tree, wire: Wire) -> Tree:
+    def joined(self, tree: Tree, comm: Communicator) -> Tree:
         """The tree with the rows of all processes."""
         flat = self._flat
         assert flat is not None
         leaves = leaves_up_to(flat.structure, tree)
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if spec in ("list", "items"):
-                leaves[i] = type(leaf)(chain.from_iterable(wire.objects(leaf, "gather")))
+                leaves[i] = type(leaf)(chain.from_iterable(comm.objects(leaf, "gather")))
             elif isinstance(leaf, Tensor) and (type(spec) is int or spec == "stack"):
-                leaves[i] = concat(wire.all(leaf, "gather"), 0 if spec == "stack" else spec)
+                leaves[i] = concat(comm.all(leaf, "gather"), 0 if spec == "stack" else spec)
         return unflatten(flat.structure, leaves)
 
-    def _combine(self, wire: Wire, flat: Flat, more: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
+    def _combine(self, comm: Communicator, flat: Flat, more: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
         """Add up what the processes have."""
         leaves, name = self._leaves, f"the end of {self._where}"
         summed = [
@@ -162,14 +161,14 @@ class Part:
             added, flags = [leaves[i] for i in summed[1:]], ()
         else:
             added, flags = [leaves[i] for i in summed] + list(more), [False] * len(summed) + list(ours)
-        found = [*(known or ())[:1], *total(wire, name, added, flags), *(known or ())[1:]]
+        found = [*(known or ())[:1], *total(comm, name, added, flags), *(known or ())[1:]]
         for i, x in zip(summed, found, strict=False):
             leaves[i] = x
         rest = found[len(summed) :]
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if i in summed or not isinstance(leaf, Tensor) or spec not in _GLOBAL:
                 continue
-            parts = Parts.apply(wire, name, leaf)
+            parts = Parts.apply(comm, name, leaf)
             if spec == "mean" and not all(torch.equal(parts[0], part) for part in parts):
                 self._problem = (
                     f"{self._where}: {flat.path(i)} is {leaf.dtype}, which has no 'mean', and differs between "
@@ -192,7 +191,7 @@ class Part:
             kinds = [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
             flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
             own = unflatten(flat.structure, [0] * len(kinds)), list(zip(kinds, flat.specs, strict=True)), flags, needs
-        every = across.everybody.wire.objects(own, f"the end of {self._where}")
+        every = across.everybody.comm.objects(own, f"the end of {self._where}")
         skeletons: dict[int, Any] = {rank: each for rank, each in enumerate(every) if each is not None}
         first = next(iter(skeletons.values()))
         for rank, skeleton in skeletons.items():
@@ -249,27 +248,8 @@ def _empty(kind: Any, spec: Any, device: torch.device) -> Any:
     return torch.zeros(shape, dtype=kind.dtype, device=device)
 
 
-def _shared(leaf: Tensor, wire: Wire, position: int, is_active: bool, where: str) -> Tensor:
+def _shared(leaf: Tensor, comm: Communicator, position: int, is_active: bool, where: str) -> Tensor:
     """The tensor of the first process that has shards, also in those that have none."""
     data = leaf.detach().clone(memory_format=torch.contiguous_format)
-    wire.share(data, position, f"the end of {where}")
+    comm.share(data, position, f"the end of {where}")
     return leaf if is_active else data
-
-
-def gather_across(
-    processes: Processes,
-    shards: Sequence[Tree],
-    dims: Dims,
-    weights: Sequence[float] | None,
-    device: torch.device,
-    across: bool,
-) -> Tree:
-    """Join what slots hold, in all processes; rows `across` them if asked for."""
-    processes.check("gather")
-    call = Across(processes, "gather", across, (0,) * len(shards))
-    whole = None if weights is None else call.total(sum(weights), "weights of gather")
-    with call:
-        part = Part(call, shards, dims, weights, whole, device, "gather", "shard")
-        call.ends_with(part.place())
-    tree = part.finish()[0]
-    return part.joined(tree, processes.wire) if across else tree

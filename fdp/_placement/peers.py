@@ -1,0 +1,197 @@
+"""Other processes that take part in a call; as they stand here, there are none.
+
+`Peers` are those of a mesh, `PeerCall` is what they do together in one call. Both are complete as they are: one process
+alone, which has nobody to talk to. `fdp.distributed` overrides their methods. So a call is the same code with a mesh
+and without one, and nothing outside `fdp.distributed` asks which of the two it is.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from fdp._placement.join import join
+from fdp._placement.plan import Plan
+from fdp._trees.tree import Flat
+from fdp._trees.types import Dims, Tree
+
+Say = Callable[[], str]
+
+
+class Joined(NamedTuple):
+    """What the shards of this process have returned, and how it becomes one tree: see `join`.
+
+    `whole` is the sum of the weights over all processes.
+    """
+
+    shards: Sequence[Tree]
+    dims: Dims
+    weights: Sequence[float] | None
+    whole: Callable[[], float]
+    name: str
+    hint: str = ""
+
+    def tree(self, device: torch.device, where: str) -> Tree:
+        """That of these shards alone."""
+        return join(self.shards, self.dims, self.weights, device, self.name, where, self.hint)
+
+
+class Summed(Protocol):
+    """Gradients that are summed over all shards, and so over processes too."""
+
+    def sums(self) -> list[Tensor]: ...
+    def zeros(self) -> list[Tensor]: ...
+    def ours(self) -> list[bool]: ...
+    def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
+
+
+class PeerCall:
+    """What processes do together in one call. As a context: around what this one does by itself.
+
+    If that fails here, the others fail too.
+    """
+
+    has_met: bool = False
+    """Whether slots have met those of others before the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def before(self) -> tuple[int, int]:
+        """The slots and the rows of the processes before this one."""
+        return 0, 0
+
+    def has_others(self) -> bool:
+        """Whether other processes have shards."""
+        return False
+
+    def slots(self, own: int) -> int:
+        """How many slots there are, of which this process has so many."""
+        return own
+
+    def rows(self, own: int) -> int:
+        """How many rows there are."""
+        return own
+
+    def sizes(self, own: Sequence[int], pieces: Callable[[int], Sequence[int]]) -> Sequence[int]:
+        """The rows of all shards; those of other processes are cut into `pieces`."""
+        return own
+
+    def total(self, number: float, name: str) -> float:
+        """The sum over all processes."""
+        return number
+
+    def enter(self) -> None:
+        """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
+
+    def adds_at_end(self) -> bool:
+        """Whether gradients are added up with the end of the call, so that slots must not meet before."""
+        return False
+
+    def again(self, where: str) -> contextlib.AbstractContextManager[object]:
+        """As a context: slots that have met run once more, such as for a backward."""
+        return contextlib.nullcontext()
+
+    def may_add(self, zeros: Callable[[], list[Tensor]]) -> None:
+        """Gradients like these will be added up at the end."""
+
+    def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
+        """Agree on the end of a call; outside of the context the result says what it returns."""
+        tree = out.tree(device, where)
+        return lambda: tree
+
+    def reduce(
+        self,
+        loss: Joined,
+        aux: Joined | None,
+        gradients: Summed,
+        aliases: Sequence[Tensor],
+        device: torch.device,
+        where: str,
+    ) -> Callable[[], tuple[Tensor, Tree]]:
+        """`join` for a loss and its aux; `gradients` become those of all processes. `aliases` stand for arguments."""
+        found = loss.tree(device, where), None if aux is None else aux.tree(device, where)
+        return lambda: found
+
+    # What slots do together, while they run.
+
+    def agree(self, name: str, same: object, say: Say, numbers: Sequence[int], *, joint: bool) -> list[list[int]]:
+        """The numbers of every process that has shards. `joint`: something outside transforms the call."""
+        return [list(numbers)]
+
+    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """A collective: for each leaf, what becomes of it on each slot of this process."""
+        return [operation.results(tensors, leaf) for leaf, tensors in enumerate(columns)]
+
+    def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:
+        """Values of all slots, in order, which are no tensors."""
+        return values
+
+
+class Peers:
+    """The processes whose slots are those of a call."""
+
+    place: str = "this process alone"
+    elsewhere: str = "on a mesh"
+
+    def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
+        """Around the beginning of a call: what fails before it has begun in all processes fails in all."""
+        return contextlib.nullcontext()
+
+    def check(self, where: str) -> None:
+        """They can still be reached."""
+
+    def begin(
+        self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+    ) -> tuple[PeerCall, Plan]:
+        """Agree on a call, and what of the plan this process has. `apart`: slots are known not to meet."""
+        return ALONE_IN_CALL, plan
+
+    def begin_on_slots(self, where: str, same: Mapping[str, Any], rows: Sequence[int]) -> PeerCall:
+        """Agree on a call on all slots, whose arguments are there."""
+        return ALONE_IN_CALL
+
+    def same_everywhere(self, tree: Tree, flat: Flat, *, check_values: bool) -> Tree:
+        """The tree of process 0; `flat` is that of this one."""
+        return tree
+
+    def gather(self, out: Joined, device: torch.device, *, across: bool) -> Tree:
+        """What slots hold, as one tree; rows `across` processes if asked for."""
+        return out.tree(device, "gather")
+
+    def refuse(self, where: str, way_out: str) -> None:
+        """Raise if there are others, which what comes next would have to talk to."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+ALONE = Peers()
+ALONE_IN_CALL = PeerCall()
+
+
+class Located:
+    """What slots hold, with the peers whose slots these are among."""
+
+    peers: Peers
+
+
+class Spread(Sequence[torch.device]):
+    """Devices of this process, one for each slot, beside those of its peers."""
+
+    @property
+    @abc.abstractmethod
+    def peers(self) -> Peers: ...
+
+
+def peers_of(devices: Any, held: Iterable[Any] = ()) -> Peers:
+    """Those that a call is spread over: its devices, else something that it is given."""
+    if isinstance(devices, Spread):
+        return devices.peers
+    return next((each.peers for each in held if isinstance(each, Located) and each.peers is not ALONE), ALONE)

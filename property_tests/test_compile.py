@@ -17,7 +17,7 @@ from property_tests.strategies import Split, splits
 
 pytestmark = cpu_only
 # Compiling takes its time: few examples, and those that fail are not made smaller.
-few = settings(max_examples=4 + settings().max_examples // 40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+few = settings(max_examples=2 + settings().max_examples // 40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 @pytest.fixture(autouse=True)

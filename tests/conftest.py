@@ -1,5 +1,6 @@
 """What holds for every test of this folder."""
 
+import gc
 import warnings
 
 import pytest
@@ -17,3 +18,8 @@ with warnings.catch_warnings():
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported stays: many tests collect, and need not look at it each time

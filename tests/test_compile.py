@@ -232,3 +232,13 @@ def test_where_the_compiler_gives_up_it_leaves_fdp_alone():
     x = torch.randn(5, 6, 3, dtype=torch.float64)
     compiled = torch.compile(lambda state, x: apply(state, x)[0], backend="eager")  # not possible in one graph
     assert_close_tree(compiled(state, x), apply(state, x)[0])
+
+
+def test_slots_that_are_made_while_compiling():
+    devices = fdp.virtual_devices(2)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return fdp.gather(fdp.Sharded((x, x + 1), devices, (2, 2), 0))
+
+    x = torch.arange(2.0)
+    assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(x), call(x))

@@ -8,7 +8,7 @@ and without one, and nothing outside `fdp.distributed` asks which of the two it 
 import abc
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,19 +49,14 @@ class Summed(Protocol):
 
 
 class PeerCall:
-    """What processes do together in one call. As a context: around what this one does by itself.
-
-    If that fails here, the others fail too.
-    """
+    """What processes do together in one call."""
 
     has_met: bool = False
     """Whether slots have met those of others before the end."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return
+    def part(self) -> contextlib.AbstractContextManager[object]:
+        """As a context: around what this process does by itself. If that fails, the others fail too."""
+        return contextlib.nullcontext()
 
     def before(self) -> tuple[int, int]:
         """The slots and the rows of the processes before this one."""

@@ -1,12 +1,10 @@
 """Replicate and unreplicate: the same tree on every slot. Its adjoint is the sum over slots."""
 
-import dataclasses
-
 import torch
 
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy
-from fdp._placement.peers import peers_of
+from fdp._placement.peers import ALONE, Peers, peers_of
 from fdp._placement.sharded import Replicated, Slots
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, flatten, unflatten
@@ -48,12 +46,13 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: 
         flat = flatten(tree, "tree", where="replicate")
         _check_plain(tree, flat, "replicate")
         tree = peers.same_everywhere(tree, flat, check_values=check_values)
-    copies = replicate_on(tree, slots, always=copy, name="tree", where="replicate")
-    return dataclasses.replace(copies, peers=peers)
+    return replicate_on(tree, slots, always=copy, name="tree", where="replicate", peers=peers)
 
 
 @staged("replicate")
-def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str) -> Replicated:
+def replicate_on(
+    tree: Tree, slots: tuple[torch.device, ...], *, always: bool, name: str, where: str, peers: Peers = ALONE
+) -> Replicated:
     """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
     flat = flatten(tree, name, where=where)
     _check_plain(tree, flat, where)
@@ -64,7 +63,7 @@ def replicate_on(tree: Tree, slots: tuple[torch.device, ...], *, always: bool, n
             if isinstance(leaf, torch.Tensor) and leaf not in memo:
                 memo[leaf] = copy(leaf, device, flat, i, always=always)
         shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
-    return Replicated(tuple(shards), slots)
+    return Replicated(tuple(shards), slots, peers=peers)
 
 
 def _check_plain(tree: Tree, flat: Flat, where: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 
@@ -23,9 +23,11 @@ class Slots(Located):
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...] | None = None
     dims: Dims | Auto = AUTO
-    peers: Peers = dataclasses.field(default=ALONE, kw_only=True)
+    peers: Peers = dataclasses.field(default=cast(Peers, None), kw_only=True)  # the compiler knows None, and not ALONE
 
     def __post_init__(self) -> None:
+        if self.peers is None:
+            object.__setattr__(self, "peers", ALONE)
         if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
             raise TypeError(f"{type(self).__name__}: shards, devices and sizes are tuples with one entry a slot")
         if not all(isinstance(device, torch.device) for device in self.devices):
@@ -37,7 +39,10 @@ class Slots(Located):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not ALONE}  # which is the default
+        return {name: value for name, value in vars(self).items() if value is not ALONE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({"peers": ALONE} | state)
 
     @property
     def processes(self) -> Peers | None:

@@ -144,8 +144,7 @@ class Gradients:
             places = enumerate(zip(parts, inner.leaves, strict=True))
             whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
             tree, name = unflatten(inner.structure, whole), inner.name
-            copies = replicate_on(tree, leaf.devices, always=True, name=name, where="grad")
-            return dataclasses.replace(copies, peers=leaf.peers)
+            return replicate_on(tree, leaf.devices, always=True, name=name, where="grad", peers=leaf.peers)
         if isinstance(leaf, Sharded):
             found = dict(zip(self._plan.slots, parts, strict=True))
             shards = enumerate(leaf.shards)

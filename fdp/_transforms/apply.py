@@ -219,7 +219,7 @@ def _on_slots(
         Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
     ]
     call = peers.begin_on_slots(where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
-    with call:
+    with call.part():
         places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, call)
         results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
     return Sharded(tuple(results), slots, peers=peers)
@@ -235,7 +235,7 @@ def _map_shards(
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = prepare(args, kwargs, options)
     sizes, peers = call.plan.sizes, call.peers
-    with peers:
+    with peers.part():
         shards, watch = call.place()
         tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
         slots = slots_of(call.plan, options.axis_name, peers)

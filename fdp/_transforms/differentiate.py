@@ -128,7 +128,7 @@ class Differentiation:
         )
         outs: list[Any] = [None] * len(call.plan.slots)
         aliases: list[torch.Tensor] = []
-        with call.peers:
+        with call.peers.part():
             shards, watch = call.place()
             gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
             call.peers.may_add(gradients.zeros)

@@ -1,5 +1,6 @@
 """The part of a process in a call on a mesh."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -28,6 +29,9 @@ class MeshCall(Agreement, PeerCall):
     """See `PeerCall`. `flats` are the arguments of this process."""
 
     flats: Sequence[Flat] = ()
+
+    def part(self) -> contextlib.AbstractContextManager[object]:
+        return self
 
     def before(self) -> tuple[int, int]:
         return self.offset, self.rows_before

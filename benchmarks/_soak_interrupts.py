@@ -22,7 +22,7 @@ from _soak_calls import is_close
 from torch import nn
 
 import fdp
-from fdp._execution import pool, seats
+from fdp._execution import pool
 from fdp._placement.slot import EXCLUSIVE
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +140,7 @@ def state() -> dict[str, Any]:
         "threads of autograd": torch._C._is_multithreading_enabled(),
         "state of the generator": hash(bytes(torch.default_generator.get_state().tolist())),
         "shards that run": len(pool._POOL.lanes),
-        "slots that run": len(seats._POOL.busy),
+        "slots that run": sum(job.call is None for job in list(pool._POOL.busy)),
         "layers of torch.func": len(functorch.get_interpreter_stack() or ()),
         "the lock": lock._is_owned(),
         "threads": threading.active_count(),

@@ -5,9 +5,9 @@ to 5 virtual devices with executor="threads". A fault is an exception in one sha
 in which callers use all cores and run their shards themselves, alternate with blocks in which workers are free to help.
 
 Targets: no wrong result; each fault arrives as it was raised, with a note that names its shard, and nothing else
-fails; after the warm-up, which is a tenth of the calls, no thread more but those of slots that are alive at the same
-time, at most one a slot of each caller, no tensor more, and at most 8 MiB more resident memory. Ends with exit code 1
-if one is missed.
+fails; after the warm-up, which is a tenth of the calls, no thread more but those of fdp, at most one for each core and
+for each slot of each caller, no tensor more, and at most 8 MiB more resident memory. Ends with exit code 1 if one is
+missed.
 
 Then the main thread calls, and a signal interrupts it: see _soak_interrupts.py.
 """
@@ -31,6 +31,7 @@ from _measure import status
 from _soak_calls import RAN, ROWS, VARIANTS, Fault, Kind, is_close, kinds
 
 import fdp
+from fdp._execution.pool import cores
 
 MEMORY_BOUND = 8 * 2**20  # bytes: over 9000 calls, what 0.9 kB a call would leave
 BLOCK, THINKING = 250, 0.06  # calls, and seconds that a caller rests before each in every other block
@@ -66,7 +67,7 @@ class State(NamedTuple):
     """What the process holds while no call runs."""
 
     threads: int
-    slots: int
+    workers: int
     memory: int
     tensors: int
 
@@ -158,11 +159,15 @@ def watched(callers: Sequence[Future[None]]) -> int:
     return most
 
 
+def workers() -> int:
+    """How many threads fdp has."""
+    return sum(thread.name == "fdp-worker" for thread in threading.enumerate())
+
+
 def state() -> State:
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    slots = sum(thread.name == "fdp-slot" for thread in threading.enumerate())
-    return State(status("Threads"), slots, status("VmRSS") * 1024, tensors)
+    return State(status("Threads"), workers(), status("VmRSS") * 1024, tensors)
 
 
 def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int, callers: int) -> int:
@@ -177,15 +182,15 @@ def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int, 
     injected = sum(count for outcome, count in outcomes.items() if outcome.injected)
     reported = sum(count for outcome, count in outcomes.items() if outcome.verdict == "reported")
     wrong = sum(count for outcome, count in outcomes.items() if outcome.verdict == "a wrong result")
-    grown, most_slots = after.memory - before.memory, callers * MOST_SLOTS
-    slots = sum(thread.name == "fdp-slot" for thread in threading.enumerate())
-    others, others_before = most_threads - slots, before.threads - before.slots
+    grown, bound = after.memory - before.memory, callers * MOST_SLOTS + cores()
+    own = workers()
+    others, others_before = most_threads - own, before.threads - before.workers
     checks = {
         f"wrong results: {wrong}": wrong == 0,
         f"faults: {injected} injected, {reported} reported": injected == reported,
         f"other failures: {problems.total() - wrong}": problems.total() == wrong,
         f"threads: {others_before} after warm-up, at most {others} since": others <= others_before,
-        f"threads of slots: {before.slots} after warm-up, {slots} at the end; bound {most_slots}": slots <= most_slots,
+        f"threads of fdp: {before.workers} after warm-up, {own} at the end; bound {bound}": own <= bound,
         f"tensors: {before.tensors} after warm-up, {after.tensors} at the end": after.tensors <= before.tensors,
         f"memory: {before.memory / 2**20:.1f} MiB after warm-up, {after.memory / 2**20:.1f} MiB at the end, "
         f"{grown / 2**20:+.1f} MiB; bound {MEMORY_BOUND // 2**20} MiB": grown <= MEMORY_BOUND,

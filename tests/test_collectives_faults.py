@@ -657,7 +657,7 @@ def test_many_callers_start_no_more_threads_than_they_use(executor: Any):
 
     for _ in range(3):
         once()
-    assert sum(thread.name == "fdp-slot" for thread in threading.enumerate()) <= 200
+    assert sum(thread.name == "fdp-worker" for thread in threading.enumerate()) <= 200
     before = threading.active_count()
     for _ in range(5):
         once()

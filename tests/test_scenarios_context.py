@@ -338,7 +338,7 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
             fdp.value_and_grad(lambda w, x: fn(w, x).mean(), devices=devices, executor=executor)(w, x)
 
     CALLS[name](torch.mul, "threads")  # starts the workers, which stay
-    workers, active = set(pool._POOL.workers), threading.active_count()
+    workers, active = set(pool._POOL.threads), threading.active_count()
     gc.disable()
     try:
         for _ in range(5):
@@ -352,7 +352,7 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
             assert_close_tree(CALLS["value_and_grad"](torch.mul, executor), (ROWS.mean() * 2, ROWS.mean()))
     finally:
         gc.enable()
-    assert pool._POOL.workers == workers
+    assert pool._POOL.threads == workers
     assert threading.active_count() == active
     assert pool._POOL.lanes == {}
 

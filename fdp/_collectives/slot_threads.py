@@ -14,9 +14,9 @@ from fdp._collectives.anchors import ANCHORS
 from fdp._collectives.rendezvous import Gang, Settings
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import firm
+from fdp._execution.pool import Job, begin, is_any_at_work
 from fdp._execution.random import KeptGenerators, OwnGenerators
 from fdp._execution.scheduler import MEMBER, Abandoned, Member, Turns, this_member
-from fdp._execution.seats import Job, begin, is_any_at_work
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import (
     EXCLUSIVE,

@@ -50,7 +50,7 @@ def run_side_by_side(
             if may_compile():
                 lanes.lead(take, fn)
             before = compilations()
-            post(lanes.help, min(count, len(lanes.todo)))
+            post(lanes, lanes.help, min(count, len(lanes.todo)))
             lanes.run(take)
             # Sums of gradients too: OpenMP's own threads would go on spinning on cores that the next call needs.
             lanes.wait(take)

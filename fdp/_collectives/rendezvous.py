@@ -1,4 +1,18 @@
-"""Where the slots of a call meet that are all alive at once."""
+"""Where the slots of a call meet that are all alive at once.
+
+What holds at any time:
+
+- A meeting has a key: what kind it is, and its how-many-th of this kind for a slot. It is in `_meetings` from when the
+  first slot comes until slot 0 has seen all, and each slot comes once.
+- The values of a meeting are combined once, by slot 0, in its thread. The others wait until then, also the last.
+- A slot that has ended meets no more. Who waits for it has an error then, and who comes later gets it at once: to come
+  and to end happen under one lock, so one of the two sees the other.
+- Results are read without the lock, after the wait for them is over, when nobody changes them any more.
+
+`meet` is called by the member of a slot, in its turn; `end` by anyone. `_lock` is held while somebody comes or ends,
+and errors are made under it from what is there. It is not held while waits are resolved, which takes the lock of the
+turns, nor while values are combined.
+"""
 
 import os
 import threading

@@ -1,8 +1,20 @@
 """Work that an interrupt cannot cut in two.
 
-Python runs signal handlers in the main thread, after any of its bytecodes, and what they raise (KeyboardInterrupt) ends
-what runs there. No code in that thread can rule this out. So what other threads depend on is done, for the main thread,
-by a thread that no signal reaches. Any other thread does it itself.
+Python runs signal handlers in the main thread, after any of its bytecodes, and what they raise (KeyboardInterrupt)
+ends what runs there. No code in that thread can rule this out. So what other threads depend on is done, for the main
+thread, by a thread that no signal reaches. Any other thread does it itself.
+
+What holds at any time:
+
+- Work is done in the order in which the main thread asked for it, by one thread, also what nobody waits for (`soon`).
+- Work that was handed over is done, whatever comes meanwhile: `shielded` returns or raises only after it. Handing over
+  is one call of C, before which an interrupt means that nothing was begun.
+- Work may wait for other threads, for a turn for instance. The main thread waits meanwhile, so nobody else needs the
+  helper. It must not ask for shielded work itself; nothing does, because only the main thread is helped.
+
+Both functions may be called from any thread and with locks held that the work does not take. `_Job._over` is a lock
+that is used as an event: nobody holds it. `_Helper._lock` is held for one look at a flag. A forked child starts
+another helper.
 """
 
 import os

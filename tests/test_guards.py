@@ -419,7 +419,7 @@ def test_forward_mode_and_modules_called_in_place_do_not_wait_for_each_other():
         torch.testing.assert_close(threads(fn, X[0], x), want)
 
 
-# ---------------------------------------------------------------- shards that run again, alone
+# ---------------------------------------------------------------- shards that run again, in order
 
 DROPOUT = nn.Dropout(0.5)
 
@@ -497,7 +497,7 @@ def test_a_shard_that_looks_at_the_random_state_goes_on_alone(look: Callable[[],
 
 
 def test_shards_that_look_and_shards_that_do_not():
-    """Those that begin later wait, those that have begun end first."""
+    """Those that look go on when no other runs, and what has ended before is not lost."""
     running, seen, lock = set[int](), [], threading.Lock()
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -520,7 +520,7 @@ def test_shards_that_look_and_shards_that_do_not():
     assert seen == [set()] * 4
 
 
-def test_a_shard_of_a_shard_goes_on_alone():
+def test_a_shard_of_a_shard_looks_when_no_other_runs():
     inside: set[tuple[int, int]] = set()
     lock, most = threading.Lock(), 0
 
@@ -542,6 +542,57 @@ def test_a_shard_of_a_shard_goes_on_alone():
     with side_by_side(8):
         assert torch.equal(fdp.dp_apply(outer, X[0], x, fdp.virtual_devices(4), executor="threads"), x)
     assert most == 1
+
+
+@pytest.mark.parametrize("kind", ["dp_apply", "nested", "grad"])
+def test_a_call_that_begins_anew_draws_as_in_order(kind: str):
+    """From the first call on, and whatever the shards had drawn before one of them looked."""
+
+    def drawing(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(len(x), 3, dtype=torch.float64)
+        return checkpoint(lambda w, x: DROPOUT(w * x) * noise, w, x, use_reentrant=False)
+
+    def call(executor: Any) -> Any:
+        torch.manual_seed(3)
+        devices, w = fdp.virtual_devices(4), torch.ones(3, dtype=torch.float64)
+        if kind == "dp_apply":
+            found = fdp.dp_apply(drawing, w, X, devices, executor=executor)
+        elif kind == "nested":
+            inner = functools.partial(fdp.dp_apply, drawing, devices=devices[:2], executor=executor)
+            found = fdp.dp_apply(inner, w, X, devices, executor=executor)
+        else:
+            found = fdp.grad(lambda w, x: drawing(w, x).sum(), devices=devices, executor=executor)(w, X)
+        return found, torch.get_rng_state()
+
+    with side_by_side(4):
+        first, second = call("threads"), call("threads")
+    torch.testing.assert_close(first, call("sequential"), rtol=0, atol=0)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def test_nobody_sees_that_a_call_began_anew():
+    """A failure is the only one in its chain, and a function may catch whatever it likes."""
+
+    def failing(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch.get_rng_state()
+        finally:
+            raise ValueError(f"inside {int(x[0, 0])}")
+
+    def catching(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch.get_rng_state()
+        except BaseException:
+            return x * 0
+        return x
+
+    x = torch.arange(8.0)[:, None]
+    with side_by_side(4):
+        with pytest.raises(ValueError, match=r"^inside 0") as caught:
+            threads(failing, X[0], x)
+        assert caught.value.__context__ is None
+        assert caught.value.__cause__ is None
+        assert torch.equal(threads(catching, X[0], x), x)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])

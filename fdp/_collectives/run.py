@@ -1,11 +1,11 @@
 """Running the shards of a call. An executor runs tasks, one a slot, and hands on their results in order."""
 
 import contextlib
-import functools
 import numbers
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from fdp._execution.function_traits import (
     note,
     remember_together,
 )
-from fdp._execution.patches import is_forward_mode
+from fdp._execution.patches import IN_TURNS, is_forward_mode
 from fdp._execution.random import bookmark, seeded
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
@@ -47,6 +47,7 @@ class Mode(NamedTuple):
     seed: int | None
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
+    stays: bool = False  # nor where it does not fit beside others: it goes on alone
     apart: bool = False  # the call raises `Again`
     peers: PeerCall = ALONE_IN_CALL
 
@@ -85,7 +86,7 @@ def thread_safe(fn: Function) -> Function:
     if isinstance(fn, Safe):
         return fn
     if not isinstance(fn, types.FunctionType):
-        fn = functools.partial(fn)
+        fn = partial(fn)
     mark(fn)
     return fn
 
@@ -127,7 +128,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
             take(i, run_in_slot(slot, task))
         return
     taken: list[int] = []
-    name, failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)))
+    name, failures = _run_apart(tasks, slots, mode, lambda i, result: (taken.append(i), take(i, result)), taken)
     if name is not None:
         if not mode.effects:
             remember_together(mode.fn)
@@ -152,7 +153,7 @@ def _is_known_to_meet(mode: Mode) -> bool:
 
 
 def _run_apart(
-    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take
+    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take, taken: Sequence[int]
 ) -> tuple[str | None, list[tuple[Slot, Exception]]]:
     """Run shards each by itself: the collective for which all have to be alive, or None and the failures.
 
@@ -166,10 +167,14 @@ def _run_apart(
         go_back = bookmark(dict.fromkeys(slot.device for slot in slots))
     before = WANTED.set(wanted)
     try:
+        failures = None
         if _may_use_threads(mode, len(tasks)):
-            failures = run_side_by_side(_in_a_chain(tasks), slots, mode.fn, take)
-        else:
-            failures = _run_in_order(tasks, slots, mode.seed, take)
+            tasks = _in_a_chain(tasks)
+            failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays or mode.effects)
+            if failures is None and go_back is not None and not taken:  # else what was taken would be drawn again
+                go_back()
+        if failures is None:
+            failures = _run_in_order(tasks, slots, mode, take, len(taken))
     except Together as need:
         if need.wanted is not wanted:  # a collective of an axis around this one
             raise
@@ -212,7 +217,7 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
             own[id(x)] = links[id(x)].expand_as(x)  # where its parts within a shard are summed
         return own.get(id(x), x)
 
-    return [Task(task.run, map_tensors(functools.partial(alias, {}), task.tree)) for task in tasks]
+    return [Task(task.run, map_tensors(partial(alias, {}), task.tree)) for task in tasks]
 
 
 def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
@@ -241,22 +246,26 @@ def run_all(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode) -> list[An
 
 
 def _run_in_order(
-    tasks: Iterable[Task], slots: Sequence[Slot], seed: int | None, take: Take
+    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take, first: int
 ) -> list[tuple[Slot, Exception]]:
-    """One after the other in the caller's thread.
+    """One after the other in the caller's thread, from the `first` on.
 
     Kernels on accelerators are asynchronous, so shards on different devices overlap all the same.
     """
     failures: list[tuple[Slot, Exception]] = []
-    for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
-        try:
-            result = run_in_slot(slot, task if seed is None else functools.partial(seeded, seed, slot, task))
-        except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
-            raise
-        except Exception as error:
-            failures.append((slot, error))
-        else:
-            take(i, result)
+    before = IN_TURNS.set(IN_TURNS.get() or must_run_in_order(mode.fn))
+    try:
+        for i, (slot, task) in list(enumerate(zip(slots, tasks, strict=True)))[first:]:
+            try:
+                result = run_in_slot(slot, task if mode.seed is None else partial(seeded, mode.seed, slot, task))
+            except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
+                raise
+            except Exception as error:
+                failures.append((slot, error))
+            else:
+                take(i, result)
+    finally:
+        IN_TURNS.reset(before)
     return failures
 
 

@@ -1,4 +1,21 @@
-"""Running slots so that all are alive at once: a thread each, in turns."""
+"""Running slots so that all are alive at once: a thread each, in turns.
+
+What holds at any time:
+
+- Each slot has a thread of the pool, or slot 0 the calling one. Its thread is a `Member` of the turns of its gang,
+  which are those of the member that called, if there is one. So nested calls take turns with those around them.
+- Before threads begin they are expected in the turns, in one step with it where others take these turns already. So
+  nobody is told that nobody comes while some are on their way.
+- A slot ends in its gang before its turn ends. So who waits for it is told while somebody still runs.
+- Who calls gives its turn back while it waits for its slots, and takes it again before it goes on, also after an
+  interrupt. What it cannot give back (see `patches.firm`) makes the slots take turns of their own.
+- A slot with generators of its own has them, with the lock of the process, only while it has a turn.
+
+`run_gang` and `run_gang_here` may be called from any thread. `_serve` runs in the pool, `_serve_here` in the caller.
+Locks are those of the turns and of the gang; neither is held where the other is taken, nor where code of the user's
+runs. What changes turns that others take is shielded, because an interrupt may come between any two steps of the main
+thread.
+"""
 
 import contextvars
 import hashlib
@@ -304,8 +321,8 @@ class _Place(NamedTuple):
     member: Member
     around: Beside | None  # of a call around those that take turns
 
-    def alone(self, *, next_time: bool) -> None:
+    def alone(self) -> None:
         self.member.alone()
         if self.around is not None:
             with self.member.without_belongings():
-                self.around.alone(next_time=next_time)
+                self.around.alone()

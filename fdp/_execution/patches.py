@@ -15,6 +15,9 @@ from torch.nn.utils import stateless
 
 from fdp._placement.slot import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
 
+IN_TURNS = contextvars.ContextVar("fdp_in_turns", default=False)
+"""Shards here have refused to run beside others. They run in order, and those of other callers do at the same time."""
+
 _INSTALLING = threading.Lock()
 _installed = False
 _functional_call: Callable[..., Any] | None = None
@@ -73,7 +76,7 @@ def _guard_functional_call() -> None:
 
 
 def _guard_random_state(name: str) -> None:
-    """Have shards that look at the state of torch's generator, from which others draw meanwhile, go on alone.
+    """Have shards run in order that look at the state of torch's generator, from which others draw meanwhile.
 
     Activation checkpointing does: else dropout in it would draw another mask when it recomputes.
     """
@@ -119,12 +122,13 @@ class _Turns:
     def _entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(enter)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if not SIDE_BY_SIDE.get():  # as without fdp: code may wait here for another thread that does the same
+            if not (SIDE_BY_SIDE.get() or IN_TURNS.get()):
+                # As without fdp: code may wait here for another thread that does the same.
                 return enter(*args, **kwargs)
             if not self.depth:
                 if self._owner is not None and self._owner is _OWNER.get():  # a thread that waits for this one
                     return enter(*args, **kwargs)
-                be_alone(next_time=False)  # in order there is no guard
+                be_alone()
             EXCLUSIVE.acquire()
             self.depth += 1
             if self.depth == 1:

@@ -1,4 +1,6 @@
-"""How a run whose slots turn out to meet begins anew in another way. Functions are pure: nobody sees the first one."""
+"""How a run that turns out to need another way begins anew in it. Functions are pure: nobody sees the first one."""
+
+from typing import Any
 
 
 class Restart(BaseException):
@@ -18,6 +20,14 @@ class Together(Restart):
     def __init__(self, name: str, wanted: list[str]) -> None:
         super().__init__(name)
         self.wanted = wanted
+
+
+class InOrder(Restart):
+    """Raised in a shard that does not fit beside others: those of a `run` side by side begin anew, in order."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
 
 
 class Again(Restart):

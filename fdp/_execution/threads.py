@@ -1,12 +1,32 @@
-"""Shards side by side: the caller runs some itself, and workers help."""
+"""Shards side by side: the caller runs some itself, and threads of the pool help.
+
+What holds at any time:
+
+- A shard stands in `todo`, or one thread runs it, or it is done. Who takes it out of `todo` runs it; the deque sees to
+  it that this is one. `todo` is emptied when no other is to begin: after an interrupt, and where the call begins anew.
+- A helper counts itself in `_helping` before it looks into `todo`. So when the caller finds `todo` empty and nobody
+  helping, all shards are done. Helpers that wake later find nothing, and keep nothing.
+- `take` gets results in order, in the caller's thread, and none from the first failure or refusal on. What was taken
+  is never run again: the rest of a call that begins anew follows it.
+- A shard that does not fit beside others raises `InOrder` in its own thread, or in one of the pool that works for it.
+  A thread that the function has started is not disturbed: nobody would catch it there. The flag `is_refused` counts,
+  not the exception, so a function may catch what it likes.
+- Where functions have effects nothing begins anew: see `running`.
+
+`run_side_by_side` may be called from any thread, in shards too. `refuse` is called in shards, the other methods by the
+caller or, `help` alone, by the pool. `_Lanes._lock` and the lock of `Running` are never held together, and no other
+lock is taken inside of either; no code of the user's runs in them. An interrupt may come anywhere in the caller's
+part: `settle` waits for the helpers and undoes what the caller may have left half done, however often it is
+interrupted itself.
+"""
 
 import contextvars
+import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -15,8 +35,9 @@ import torch
 from fdp._execution.function_traits import compilations, is_cold, may_compile, note, remember_order
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import install
-from fdp._execution.pool import cores, post, releasing, reserve
-from fdp._execution.restart import Restart
+from fdp._execution.pool import cores, is_pooled, post, releasing, reserve
+from fdp._execution.restart import InOrder, Restart
+from fdp._execution.running import Running
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.slot import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
 
@@ -29,17 +50,20 @@ class _Job(NamedTuple):
 
 
 def run_side_by_side(
-    tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], fn: Any, take: Callable[[int, Any], None]
-) -> list[tuple[Slot, Exception]]:
+    tasks: Sequence[Callable[[], Any]],
+    slots: Sequence[Slot],
+    fn: Any,
+    take: Callable[[int, Any], None],
+    *,
+    has_effects: bool = False,
+) -> list[tuple[Slot, Exception]] | None:
     """Run one task a slot, and let `take` have the results in order; return the failures.
 
-    CPU shards share the cores: no more of them run than there are cores, and the threads inside operations are
-    divided. A shard that turns out not to fit beside others goes on alone, and next time `fn` runs in order. What is
-    not an `Exception` stops the others before they begin and is raised.
+    None if a shard turns out not to fit beside others: then those that were not taken are to run again, in order.
     """
     install()
     on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)
-    lanes = _Lanes(tasks, slots)
+    lanes = _Lanes(tasks, slots, has_effects=has_effects)
     release, threads = releasing(lanes), torch.get_num_threads()
     try:
         count = reserve(lanes, len(tasks) - 1, cores() if on_cpu else max(cores(), len(tasks)))
@@ -57,11 +81,12 @@ def run_side_by_side(
         finally:
             if lanes.threads != threads:  # setting it also sets that of threads to come
                 torch.set_num_threads(threads)
-        if lanes.company.was_left:
+        if lanes.is_refused or lanes.running.was_left:
             remember_order(fn)
         if compilations() != before:
             note(fn, slots[0], compiled=True)
-        return lanes.failures()
+        failures = lanes.failures()
+        return None if lanes.is_refused else failures
     finally:
         try:
             lanes.settle()
@@ -70,87 +95,44 @@ def run_side_by_side(
 
 
 class _Place(NamedTuple):
-    """That of a shard in its company, and of the shard around the call in another."""
+    """That of a shard beside others, and that of the shard around the call: see `Beside`."""
 
-    company: "_Company"
+    lanes: "_Lanes"
     number: int
     around: Beside | None
 
-    def alone(self, *, next_time: bool) -> None:
-        shielded(partial(self.company.leave, self.number, next_time=next_time))
+    def alone(self) -> None:
+        self.lanes.refuse(self.number)
         if self.around is not None:
-            self.around.alone(next_time=next_time)
-
-
-@final
-class _Company:
-    """The shards of a call that run at the same time, until one has to be alone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # what enters and leaves it is C: with a condition's own methods it may be kept
-        self._changed = threading.Condition(self._lock)
-        self._running: set[int] = set()
-        self._waiting: set[int] = set()
-        self._alone: int | None = None
-        self.was_left = False
-
-    def context(self, number: int) -> contextvars.Context:
-        """The caller's context for a shard."""
-        context = contextvars.copy_context()
-        context.run(lambda: SIDE_BY_SIDE.set(_Place(self, number, SIDE_BY_SIDE.get())))
-        return context
-
-    def join(self, number: int) -> None:
-        """Called before a shard runs."""
-        with self._lock:
-            self._changed.wait_for(lambda: self._alone is None)
-            self._running.add(number)
-
-    def end(self, number: int) -> None:
-        """Called after it, and perhaps again."""
-        with self._lock:
-            self._running.discard(number)
-            if self._alone == number:
-                self._alone = None
-            self._changed.notify_all()
-
-    def leave(self, number: int, *, next_time: bool) -> None:
-        """Called by a shard that runs: the others end, or leave too and wait for their turn; none begins meanwhile."""
-        with self._lock:
-            if number not in self._running:  # it is alone, or a thread that it has started comes late
-                self._changed.wait_for(lambda: number not in self._waiting)
-                return
-            self.was_left |= next_time
-            self._waiting.add(number)
-            self._running.discard(number)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._may_go_on(number))
-            self._alone = number
-            self._waiting.discard(number)
-            self._changed.notify_all()
-
-    def _may_go_on(self, number: int) -> bool:
-        return not self._running and self._alone is None and number == min(self._waiting)
+            self.around.alone()
 
 
 @final
 class _Lanes:
     """The shards of a call, and what has become of them."""
 
-    def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot]) -> None:
-        self.company = _Company()
-        self.todo = deque(_Job(i, slots[i], task, self.company.context(i)) for i, task in enumerate(tasks))
+    def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], *, has_effects: bool) -> None:
+        self.todo = deque(_Job(i, slots[i], task, self._context(i)) for i, task in enumerate(tasks))
+        self.is_refused = False  # all are to begin anew
+        self.running = Running()
+        self._has_effects = has_effects  # none can
         self._slots, self._process = slots, os.getpid()
         self.threads = 0  # inside operations
         self._state = ThreadState.of_caller([slot.device for slot in slots])
         self._lock = threading.Lock()
-        self._running = 0  # by workers
+        self._helping = 0  # how many workers
         self._own: int | None = None  # which one the caller runs, or has run
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
         self._errors: dict[int, BaseException] = {}
         self._taken = 0
+
+    def _context(self, number: int) -> contextvars.Context:
+        """The caller's context for a shard."""
+        context = contextvars.copy_context()
+        context.run(lambda: SIDE_BY_SIDE.set(_Place(self, number, SIDE_BY_SIDE.get())))
+        return context
 
     def lead(self, take: Callable[[int, Any], None], fn: Any) -> None:
         """Run those shards alone which may compile something."""
@@ -161,8 +143,7 @@ class _Lanes:
             if not is_cold(fn, job.slot):
                 self.todo.append(job)
                 continue
-            before = compilations()
-            self._own = job.number
+            before, self._own = compilations(), job.number
             self._run(job)
             self._hand_on(take)
             note(fn, job.slot, compiled=compilations() != before)
@@ -177,19 +158,33 @@ class _Lanes:
         found = True
         while found:
             with self._lock:
-                self._running += 1  # before a shard is taken: the caller waits for all that it finds gone
+                self._helping += 1  # before a shard is taken: the caller waits for all that it finds gone
             found = self._run_next(self._state)
             with self._lock:
-                self._running -= 1
+                self._helping -= 1
             self._ended.put(None)
 
     def wait(self, take: Callable[[int, Any], None]) -> None:
         """Until all shards have ended."""
-        while self._running:
+        while self._helping:
             self._ended.get()
             self._hand_on(take)
         self._hand_on(take)
-        assert self._errors or self._taken == len(self._done)
+        assert self._errors or self.is_refused or self._taken == len(self._done)
+
+    def refuse(self, number: int) -> None:
+        """Called by a shard that does not fit beside others: the call begins anew, or this one goes on when alone."""
+        if self._has_effects:
+            shielded(functools.partial(self.running.leave, number))
+            return
+        thread = self.running.threads.get(number)
+        if thread is None:  # it has ended: this is a thread that it has started
+            return
+        self.is_refused = True
+        self.todo.clear()
+        if thread == threading.get_ident() or is_pooled():
+            raise InOrder(self)
+        # A thread that the function has started goes on. What comes of it is thrown away.
 
     def settle(self) -> None:
         """Begin no other shard, wait for those that run, and let go of everything."""
@@ -199,8 +194,8 @@ class _Lanes:
             with self._lock:
                 self.todo.clear()
             if self._own is not None:
-                self.company.end(self._own)  # an interrupt may have left it there
-            while self._running:
+                self.running.end(self._own)  # an interrupt may have come before it did
+            while self._helping:
                 self._ended.get()
         except BaseException:
             self.settle()
@@ -212,6 +207,8 @@ class _Lanes:
         """Which shards failed, and how."""
         found = []
         for index, error in sorted(self._errors.items()):
+            if isinstance(error, InOrder) and error.run is self:
+                continue
             if not isinstance(error, Exception):
                 try:
                     raise error
@@ -233,12 +230,12 @@ class _Lanes:
     def _run(self, job: _Job, state: ThreadState | None = None) -> None:
         try:
             with nullcontext() if state is None else self._as_caller(state):
-                self.company.join(job.number)
+                self.running.begin(job.number)
                 try:
                     self._results[job.number] = run_in_slot(job.slot, job.task, job.context)
                 finally:
                     check_process(self._process)
-                    self.company.end(job.number)
+                    self.running.end(job.number)
         except BaseException as error:
             if is_forked(self._process):
                 raise
@@ -258,8 +255,11 @@ class _Lanes:
             yield
 
     def _hand_on(self, take: Callable[[int, Any], None]) -> None:
+        """What has ended, in order, up to a shard that fails or that makes all begin anew."""
         while self._taken < len(self._done) and self._done[self._taken]:
-            index, self._taken = self._taken, self._taken + 1
-            if index not in self._errors:
-                take(index, self._results[index])
-                self._results[index] = None
+            index = self._taken
+            if index in self._errors or self.is_refused:
+                return
+            self._taken += 1
+            take(index, self._results[index])
+            self._results[index] = None

@@ -68,19 +68,19 @@ AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axe
 class Beside(Protocol):
     """The place of a shard beside others of its call that other threads run."""
 
-    def alone(self, *, next_time: bool) -> None:
-        """Wait until no other shard runs, and let none begin before this one ends."""
+    def alone(self) -> None:
+        """Return when no other shard runs, and none begins before this one ends; or have the call begin anew."""
         ...
 
 
 SIDE_BY_SIDE: "contextvars.ContextVar[Beside | None]" = contextvars.ContextVar("fdp_side_by_side", default=None)
 
 
-def be_alone(*, next_time: bool = True) -> None:
-    """Called in front of what only one thread can use; `next_time` its function is to run in order at once."""
+def be_alone() -> None:
+    """Called in front of what only one thread can use."""
     beside = SIDE_BY_SIDE.get()
     if beside is not None:
-        beside.alone(next_time=next_time)
+        beside.alone()
 
 
 def is_forked(process: int) -> bool:

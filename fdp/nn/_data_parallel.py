@@ -195,7 +195,8 @@ class DataParallel(nn.Module, Generic[M]):
         mark(own)
         meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
         separated = loan.separate(replicas if executor != "sequential" else [])
-        outputs = run_modules(replicas, inputs, kwargs, devices, sizes, Mode(executor, None, own, effects=meets))
+        mode = Mode(executor, None, own, effects=meets, stays=True)
+        outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
         separated.merge()
         return outputs
 

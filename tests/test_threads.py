@@ -542,6 +542,28 @@ def test_the_interpreter_ends():
     assert (result.returncode, result.stdout, result.stderr) == (0, "30.0\n", "")
 
 
+def test_helpers_and_slots_are_the_same_threads():
+    """And helpers that wake after their call has ended are no reason to start others."""
+
+    def workers() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name == "fdp-worker"}
+
+    used = []
+
+    def meet(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        used.append(threading.get_ident())
+        return w * fdp.psum(x.sum())
+
+    with many_cores(4):
+        CALLS["dp_apply"](torch.mul, 4)
+        before = workers()
+        for _ in range(100):
+            CALLS["dp_apply"](torch.mul, 4)
+        CALLS["dp_apply"](lambda w, x: meet(w, x) * torch.ones_like(x), 3)
+    assert workers() == before
+    assert set(used[-3:]) <= before
+
+
 def test_the_caller_does_it_alone_where_threads_cannot_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "_POOL", pool._Pool())
 

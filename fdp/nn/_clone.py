@@ -1,14 +1,8 @@
 """One walk over a module: clones of its modules and containers, and whether anything else leads back to it."""
 
-import dis
-import functools
-import gc
-import sys
 import types
-import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
+from fdp.nn._known import ATOMS, LruCache, behind, content, members, of_library
 
-ATOMS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
 _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 
 # What every module has of its own; a forward never reads the ones about state dicts, and these add to other entries.
@@ -30,10 +21,6 @@ _ADDITIONS = frozenset(key for key in REGISTRIES if key.endswith(("_with_kwargs"
 _BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 
 OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
-# A traceback that an exception has kept leads to what runs at the moment, and so to any module.
-_ENDS = (type, types.ModuleType, types.CodeType, types.TracebackType, Tensor)
-_MOST_OBJECTS = 50_000
 
 
 class Box(NamedTuple):
@@ -62,7 +49,8 @@ class Walk:
         self.slots: list[tuple[nn.Module, str, Box]] = []
         self.tensors: dict[str, Tensor] = {}
         self.shared: list[Any] = []
-        self.unread = list(vars(type(module)).values())  # kept, but of no concern to forward
+        # Kept, but of no concern to forward. The properties of a parametrized module close over it.
+        self.unread: list[Any] = [made for made in vars(type(module)).values() if isinstance(made, property)]
         self.trusted, self.cyclic = True, False
         self._module, self._shares = module, shares
         try:
@@ -161,9 +149,12 @@ class Walk:
             found += [(box.clone, key) for key, value in items if self._holds_common(value, settled=False)]
         return found
 
-    def unsettled(self) -> set[int]:
-        """The ids of the common containers that are more than settings."""
-        return {key for key, box in self.common.items() if not _is_setting(box.seen)}
+    def is_reached_from(self, values: Iterable[Any]) -> bool:
+        """Whether these may lead to a part of the module: to a module, or to a container that is more than settings."""
+        found = behind(values)
+        boxes = (*self.states, *self.registries, *self.additions, *self.boxes, *self.common.values())
+        own = {id(box.original) for box in boxes if not _is_setting(box.seen)}.union(id(part) for part, _ in self.modules)
+        return found is None or not own.isdisjoint(found)
 
     def _holds_common(self, value: Any, settled: bool) -> bool:
         if type(value) is tuple:
@@ -171,66 +162,11 @@ class Walk:
         return id(value) in self.common and not (settled and _is_setting(value))
 
     def _share_classes(self) -> None:
-        """The functions of the user's own classes are shared too."""
-        kinds = {type(value) for value in chain((module for module, _ in self.modules), self.shared)}
-        for cls in {cls for kind in kinds for cls in kind.__mro__ if not of_library(cls.__module__)}:
-            members = [member for name, member in vars(cls).items() if name not in ("__init__", "__new__")]
-            self.shared += members
-            # A cache on a method keeps every instance that was called.
-            self.trusted &= not any(isinstance(member, functools._lru_cache_wrapper) for member in members)
-
-
-def leads_to(starts: Iterable[Any], targets: Container[int]) -> bool:
-    """Whether some object refers, over any number of others, to one with such an id; too many others count as yes."""
-    seen: dict[int, Any] = {}
-    todo = list(starts)
-    while todo:
-        value = todo.pop()
-        kind = type(value)
-        if id(value) in targets or kind in weakref.ProxyTypes or len(seen) > _MOST_OBJECTS:
-            return True
-        if kind in ATOMS or issubclass(kind, _ENDS) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if kind is types.FunctionType and "_torchdynamo_orig_callable" in vars(value):
-            return True  # compiling is not safe from several threads
-        todo.extend(_referents(value))
-    return False
-
-
-def _referents(value: Any) -> Iterable[Any]:
-    if isinstance(value, weakref.ref):
-        return (value(),)
-    if not isinstance(value, types.FunctionType):
-        return gc.get_referents(value)
-    cells = value.__closure__ or ()
-    return (*cells, value.__defaults__, value.__kwdefaults__, vars(value), *_globals_read(value))
-
-
-def _globals_read(function: types.FunctionType) -> Iterator[Any]:
-    """The objects behind the global names that a user's function reads; functions only if they are of the same file."""
-    scope = function.__globals__
-    if of_library(scope.get("__name__")):
-        return
-    for code in _codes(function.__code__):
-        known = {name: scope[name] for name in code.co_names if name in scope}
-        known = {name: value for name, value in known.items() if not isinstance(value, _ENDS)}
-        if known:  # `co_names` has the names of attributes too
-            read = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-            for name in known.keys() & read:
-                if getattr(known[name], "__globals__", scope) is scope:
-                    yield known[name]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def of_library(name: object) -> bool:
-    return str(name).partition(".")[0] in _LIBRARIES
+        """What the user's own classes know is shared too."""
+        found = [member for kind in {type(module) for module, _ in self.modules} for member in members(kind)]
+        # A cache on a method keeps every instance that was called.
+        self.trusted &= not any(isinstance(member, LruCache) for member in found)
+        self.shared += found
 
 
 def holds_parameters(path: str) -> bool:
@@ -249,14 +185,14 @@ def same(now: Any, before: Any) -> bool:
 
 def has_gained_objects(now: Any, before: Any) -> bool:
     """Whether a container has more than it had that is not made of numbers, strings and tensors alone."""
-    known = set(map(id, _parts(before)))
-    return not all(_is_plain(part) for part in _parts(now) if id(part) not in known)
+    known = set(map(id, content(before)))
+    return not all(_is_plain(part) for part in content(now) if id(part) not in known)
 
 
 def _is_setting(value: Any) -> bool:
     """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
     if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        return len(value) > 0 and all(map(_is_setting, _parts(value)))
+        return len(value) > 0 and all(map(_is_setting, content(value)))
     return type(value) in ATOMS
 
 
@@ -266,12 +202,8 @@ def _items(box: Any) -> Iterable[tuple[Any, Any]]:
 
 def _is_plain(value: Any) -> bool:
     if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        return all(map(_is_plain, _parts(value)))
+        return all(map(_is_plain, content(value)))
     return type(value) in ATOMS or isinstance(value, Tensor)
-
-
-def _parts(box: Any) -> list[Any]:
-    return [*box, *box.values()] if isinstance(box, dict) else list(box)  # at once: other threads may write to it
 
 
 def refill(box: Any, content: Any) -> None:

@@ -77,9 +77,9 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 
     An embedding with `max_norm` renormalises a copy of its weight, and `params` stay as they are.
 
-    Calls run on clones of the module. Where a clone cannot follow, because a hook closes over the module or an object
-    inside refers to it, they run on the module itself, one at a time, and activation checkpointing in it would see the
-    module's own tensors in the backward.
+    Calls run on clones of the module. Where a hook closes over the module, or an object inside refers to it or is of a
+    kind that cannot be looked into, they run on the module itself, one at a time, and activation checkpointing in it
+    would see the module's own tensors in the backward.
 
     Args:
         module: Any module whose parameters have shapes. Its tensors and attributes are left as they are.

@@ -34,6 +34,7 @@ class Loan:
         self._lent: dict[int, Lent] = {}  # by the id of the replica
         self._spare: list[Skeleton] = []
         skeleton = take(pool_of(module), module)
+        self._ids = skeleton.original_ids
         self._has_clones = skeleton.trusted and not _has_any_global_hook()
         if self._has_clones:
             self._spare.append(skeleton)
@@ -58,8 +59,8 @@ class Loan:
         return [each.root for each in lent]
 
     def may_use_threads(self, replicas: Sequence[nn.Module]) -> bool:
-        """Whether all of them are clones that share nothing, or nothing but containers that can be separated."""
-        return all(skeleton is not None and skeleton.separable for skeleton in map(self._skeleton_of, replicas))
+        """Whether all of them are clones."""
+        return None not in map(self._skeleton_of, replicas)
 
     def separate(self, replicas: Sequence[nn.Module]) -> Separated:
         """Give each of these replicas its own containers."""
@@ -109,7 +110,7 @@ class Loan:
             if skeleton.trusted:
                 return Clone(self.module, skeleton)
             self._has_clones = False  # something has changed since the first
-        return Copied(self.module) if has_scripts(self.module) else InPlace(self.module)
+        return Copied(self.module) if has_scripts(self.module) else InPlace(self.module, self._ids)
 
 
 _LOAN: "contextvars.ContextVar[Loan | None]" = contextvars.ContextVar("fdp_loan", default=None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fdp._placement.moves import copy, is_expanded
 from fdp.nn._copies import Names, Tensors
-from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
+from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep
 from fdp.nn._replicate import as_replica, shallow
 from fdp.nn._stateless import Skeleton
 
@@ -98,11 +98,11 @@ class Copied:
 
 @final
 class InPlace(nn.Module):
-    """The module itself, with its tensors exchanged during each call: where a clone would lead back to it anyway."""
+    """The module itself, with its tensors exchanged during each call: where a clone might lead back to it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ids: frozenset[int]) -> None:
         super().__init__()
-        vars(self).update(_original=module, _tensors={})  # not a child
+        vars(self).update(_original=module, _ids=ids, _tensors={})  # not a child
 
     @property
     def root(self) -> nn.Module:
@@ -129,12 +129,10 @@ class InPlace(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
         module: nn.Module = vars(self)["_original"]
         with in_place():
-            skeleton = take(pool_of(module), module)
             try:
                 return call_in_place(module, vars(self)["_tensors"], args, kwargs)
             finally:
-                forget(skeleton.original_ids)
-                keep(skeleton, module)
+                forget(vars(self)["_ids"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_original"], name)

@@ -12,18 +12,16 @@ from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import (
-    ATOMS,
     OF_PARAMETERS,
     REGISTRIES,
     Walk,
     has_gained_objects,
     holds_parameters,
     join_path,
-    leads_to,
-    of_library,
     refill,
     same,
 )
+from fdp.nn._known import ATOMS, of_library
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -42,9 +40,8 @@ class Skeleton:
 
     def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
         walk = Walk(module, shares=shares)
-        self._is_safe = walk.trusted and not leads_to(walk.shared, walk.clones)
-        held = walk.unread if self._is_safe else walk.unread + walk.shared
-        self.cyclic = walk.cyclic or leads_to(held, {id(module)})
+        self._is_safe = walk.trusted and not walk.is_reached_from(walk.shared)
+        self.cyclic = walk.cyclic or not self._is_safe or walk.is_reached_from(walk.unread)
         self.root = walk.root if self._is_safe else nn.Module()
         self._class = type(module)
         self._children = [original for original, _ in walk.modules[1:]]
@@ -59,7 +56,6 @@ class Skeleton:
         self._watch(walk)
         self._place(module)
         self._fillable = walk.fillable() if self._is_safe else []
-        self.separable = not self._fillable or not leads_to(walk.shared, walk.unsettled())
         self.reset()
         self._parts = [*self._clones, *self._own, *(box.clone for box in walk.boxes if not box.seen)]
         del walk

@@ -1,0 +1,149 @@
+"""What leads where: a list of the objects of which that is known. A clone shares no other with its module."""
+
+import dis
+import functools
+import logging
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._trees.untraced import leave_alone
+
+ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+# Either nothing is behind these, or nothing that a forward comes to.
+_OPAQUE = (Tensor, Enum, logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock()))
+_OF_TORCH = (torch.Generator, torch.jit.ScriptFunction, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+_FIELD = type(vars(dis.Positions)["lineno"])  # what a named tuple has for each name
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, _FIELD)
+_ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
+_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+LruCache = type(functools.lru_cache(len))
+
+
+def behind(starts: Iterable[Any]) -> dict[int, Any] | None:
+    """All that these values lead to, by id. None if something is among it of which that cannot be known."""
+    found: dict[int, Any] = {}
+    todo = list(starts)
+    while todo:
+        value = todo.pop()
+        if isinstance(value, _ENDS) or id(value) in found:
+            continue
+        found[id(value)] = value
+        parts = _parts(value)
+        if parts is None:
+            return None
+        todo += parts
+    return found
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    kind = type(value)
+    if kind in _PARTS:
+        return _PARTS[kind](value)
+    if isinstance(value, _CONTAINERS):
+        return [*content(value), getattr(value, "default_factory", None), *_attributes(value)]
+    if kind.__module__.partition(".")[0] == "numpy":
+        return None if getattr(getattr(value, "dtype", None), "hasobject", False) else ()
+    return _attributes(value) if _is_plain(kind) else None
+
+
+def _of_function(function: types.FunctionType) -> Iterable[Any] | None:
+    """What a function closes over, its defaults, and what it reads by a global name; of functions those of its file."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return None  # compiling is not safe from several threads
+    scope = function.__globals__
+    read = () if of_library(scope.get("__name__")) else _global_names(function.__code__)
+    names = [scope[name] for name in read if name in scope]
+    names = [value for value in names if getattr(value, "__globals__", scope) is scope]
+    return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, vars(function), *names]
+
+
+@functools.lru_cache(4096)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function reads: not `co_names`, where the attribute of `self.model` is a name too."""
+    inside = [_global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    return frozenset(own).union(*inside)
+
+
+def _of_cell(cell: types.CellType) -> Iterable[Any]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # empty
+        return ()
+
+
+_PARTS: dict[type, Callable[[Any], Iterable[Any] | None]] = {
+    types.FunctionType: _of_function,
+    types.BuiltinFunctionType: lambda function: (function.__self__,),
+    types.MethodType: lambda method: (method.__self__, method.__func__),
+    types.CellType: _of_cell,
+    types.SimpleNamespace: lambda value: (vars(value),),
+    weakref.ref: lambda ref: (ref(),),
+    functools.partial: lambda partial: (partial.func, partial.args, partial.keywords, vars(partial)),
+    LruCache: lambda cached: (vars(cached),),
+    property: lambda made: (made.fget,),
+    staticmethod: lambda made: (made.__func__,),
+    classmethod: lambda made: (made.__func__,),
+}
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether instances of a class have nothing but attributes: no base is written in C."""
+    words = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    in_python = all(cls.__flags__ & _MADE_BY_CLASS for cls in kind.__mro__[:-1])
+    return in_python and kind.__basicsize__ == object.__basicsize__ + words * tuple.__itemsize__
+
+
+def _attributes(value: Any) -> list[Any]:
+    """What a value has in its `__dict__`, its slots and its class."""
+    kind = type(value)
+    held = [getattr(value, name, None) for name in _slots(kind)]
+    return [getattr(value, "__dict__", None), *held, *members(kind)]
+
+
+def _slots(kind: type) -> list[str]:
+    found = [item for cls in kind.__mro__ for item in vars(cls).items()]
+    return [name for name, made in found if isinstance(made, types.MemberDescriptorType)]
+
+
+def members(kind: type) -> list[Any]:
+    """What a forward may come to by way of a class of the user's."""
+    return [
+        member
+        for cls in kind.__mro__
+        if not of_library(cls.__module__)
+        for name, member in vars(cls).items()
+        if (isinstance(member, types.FunctionType) and name not in ("__init__", "__new__")) or not _is_special(name)
+    ]
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") or name == "_abc_impl"
+
+
+def content(box: Any) -> list[Any]:
+    """The keys and values of a container, at once: other threads may write to it."""
+    return [*box, *box.values()] if isinstance(box, dict) else list(box)
+
+
+def of_library(name: object) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+leave_alone(globals())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
-from fdp.nn._known import ATOMS, LruCache, behind, content, members, of_library
+from fdp.nn._known import ATOMS, LruCache, content, may_lead_to, members, of_library
 
 _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 
@@ -149,12 +149,11 @@ class Walk:
             found += [(box.clone, key) for key, value in items if self._holds_common(value, settled=False)]
         return found
 
-    def is_reached_from(self, values: Iterable[Any]) -> bool:
+    def is_reached_from(self, values: list[Any]) -> bool:
         """Whether these may lead to a part of the module: to a module, or to a container that is more than settings."""
-        found = behind(values)
-        boxes = (*self.states, *self.registries, *self.additions, *self.boxes, *self.common.values())
-        own = {id(box.original) for box in boxes if not _is_setting(box.seen)}.union(id(part) for part, _ in self.modules)
-        return found is None or not own.isdisjoint(found)
+        boxes = [*self.boxes, *self.common.values()]
+        own = self.clones.keys() | self.common.keys()
+        return bool(values) and may_lead_to(values, own - {id(box.original) for box in boxes if _is_setting(box.seen)})
 
     def _holds_common(self, value: Any, settled: bool) -> bool:
         if type(value) is tuple:

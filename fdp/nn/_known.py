@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from typing import Any
 
@@ -35,28 +35,32 @@ _MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 LruCache = type(functools.lru_cache(len))
 
 
-def behind(starts: Iterable[Any]) -> dict[int, Any] | None:
-    """All that these values lead to, by id. None if something is among it of which that cannot be known."""
-    found: dict[int, Any] = {}
+def may_lead_to(starts: Iterable[Any], targets: Container[int]) -> bool:
+    """Whether one of the objects with these ids is behind the values, or something of which that cannot be known."""
+    seen: dict[int, Any] = {}
     todo = list(starts)
     while todo:
         value = todo.pop()
-        if isinstance(value, _ENDS) or id(value) in found:
+        if id(value) in targets:
+            return True
+        if type(value) in ATOMS or id(value) in seen or isinstance(value, _ENDS):
             continue
-        found[id(value)] = value
+        seen[id(value)] = value
         parts = _parts(value)
         if parts is None:
-            return None
+            return True
         todo += parts
-    return found
+    return False
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
+    """What a value leads to, None if that is not known."""
     kind = type(value)
     if kind in _PARTS:
         return _PARTS[kind](value)
     if isinstance(value, _CONTAINERS):
-        return [*content(value), getattr(value, "default_factory", None), *_attributes(value)]
+        held = content(value)
+        return held if kind in _CONTAINERS else [*held, getattr(value, "default_factory", None), *_attributes(value)]
     if kind.__module__.partition(".")[0] == "numpy":
         return None if getattr(getattr(value, "dtype", None), "hasobject", False) else ()
     return _attributes(value) if _is_plain(kind) else None

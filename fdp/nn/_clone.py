@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
-from fdp.nn._known import ATOMS, LruCache, content, may_lead_to, members, of_library
+from fdp.nn._known import ATOMS, LruCache, content, may_lead_to, members
 
 _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 
-# What every module has of its own; a forward never reads the ones about state dicts, and these add to other entries.
+# What every module has of its own; a forward never reads the ones about state dicts.
 REGISTRIES = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 _NOT_IN_FORWARD = frozenset(key for key in REGISTRIES if "state_dict" in key)
-_ADDITIONS = frozenset(key for key in REGISTRIES if key.endswith(("_with_kwargs", "_always_called", "_buffers_set")))
 _BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 
 OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
@@ -43,7 +42,6 @@ class Walk:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.states: list[Box] = []
         self.registries: list[Box] = []
-        self.additions: list[Box] = []
         self.boxes: list[Box] = []
         self.common: dict[int, Box] = {}  # those that module and clone share
         self.slots: list[tuple[nn.Module, str, Box]] = []
@@ -108,7 +106,7 @@ class Walk:
             return self._clone(value, join_path(path, key))
         # Backward hooks get the module after the call, when the clone may already serve another.
         self.trusted &= not (key in _BACKWARD_HOOKS and value)
-        box = self._clone_box(value, path, self.additions if key in _ADDITIONS else self.registries)
+        box = self._clone_box(value, path, self.registries)
         if key in ("_parameters", "_buffers"):
             self.slots.append((module, key, box))
         return box.clone
@@ -139,14 +137,11 @@ class Walk:
     def fillable(self) -> list[tuple[Any, Any]]:
         """Where clones hold common containers that a forward may fill: in modules, and in containers of the clone."""
         found: list[tuple[Any, Any]] = []
-        for module, clone in self.modules:
-            settled = of_library(type(module).__module__)  # what its constructor puts into lists stays as it is
-            for key, value in vars(clone).items():
-                if key not in REGISTRIES and not holds_parameters(key) and self._holds_common(value, settled):
-                    found.append((clone, key))
+        for _, clone in self.modules:
+            own = {key: value for key, value in vars(clone).items() if key not in REGISTRIES | OF_PARAMETERS}
+            found += [(clone, key) for key, value in own.items() if self._holds_common(value)]
         for box in self.boxes:
-            items = () if isinstance(box.clone, set) else _items(box.clone)
-            found += [(box.clone, key) for key, value in items if self._holds_common(value, settled=False)]
+            found += [(box.clone, key) for key, value in items(box.clone) if self._holds_common(value)]
         return found
 
     def is_reached_from(self, values: list[Any]) -> bool:
@@ -155,10 +150,8 @@ class Walk:
         own = self.clones.keys() | self.common.keys()
         return bool(values) and may_lead_to(values, own - {id(box.original) for box in boxes if _is_setting(box.seen)})
 
-    def _holds_common(self, value: Any, settled: bool) -> bool:
-        if type(value) is tuple:
-            return any(self._holds_common(part, settled) for part in value)
-        return id(value) in self.common and not (settled and _is_setting(value))
+    def _holds_common(self, value: Any) -> bool:
+        return any(map(self._holds_common, value)) if type(value) is tuple else id(value) in self.common
 
     def _share_classes(self) -> None:
         """What the user's own classes know is shared too."""
@@ -195,8 +188,11 @@ def _is_setting(value: Any) -> bool:
     return type(value) in ATOMS
 
 
-def _items(box: Any) -> Iterable[tuple[Any, Any]]:
-    return box.items() if isinstance(box, dict) else enumerate(box)
+def items(box: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of a container: those of a set have no place."""
+    if isinstance(box, dict):
+        return box.items()
+    return () if isinstance(box, set) else enumerate(box)
 
 
 def _is_plain(value: Any) -> bool:

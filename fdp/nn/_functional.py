@@ -119,11 +119,11 @@ def _apply_clone(
 ) -> tuple[Any, Tensors]:
     held = False
     try:
-        _check_names(params, buffers, skeleton.params, skeleton.buffers)
+        _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
-        skeleton.bind(_with_copies(params, buffers, skeleton.renormalised()))
+        skeleton.slots.bind(_with_copies(params, buffers, skeleton.slots.renormalised()))
         out = skeleton.root(*args, **kwargs)
-        new_buffers = skeleton.bound(buffers)
+        new_buffers = skeleton.slots.bound(buffers)
         held = is_held(skeleton)
         _check_versions(versions, skeleton.versions())
         _check_params(params, given)
@@ -145,9 +145,9 @@ def _apply_module(
     with in_place():
         if not skeleton.is_current(module):  # another call in place may have been under way
             skeleton = Skeleton(module, shares=False)
-        _check_names(params, buffers, skeleton.params, skeleton.buffers)
+        _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
-        bound = _with_copies(params, buffers, skeleton.renormalised())
+        bound = _with_copies(params, buffers, skeleton.slots.renormalised())
         try:
             out = call_in_place(module, bound, args, kwargs)
         finally:

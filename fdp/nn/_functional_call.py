@@ -76,7 +76,7 @@ def functional_call(
                 keep(skeleton, module)
     held = False
     try:
-        if tie_weights and skeleton.takes(given, strict):
+        if tie_weights and skeleton.slots.takes(given, strict):
             out = _call_clone(skeleton, given, args, kwargs)
         else:
             out = call_in_place(skeleton.root, given, args, kwargs, **options)
@@ -89,11 +89,11 @@ def functional_call(
 
 
 def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    skeleton.bind(given)
+    skeleton.slots.bind(given)
     try:
         return skeleton.root(*args, **kwargs)
     finally:
-        given.update(skeleton.bound(given))
+        given.update(skeleton.slots.bound(given))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from typing import Any
@@ -29,7 +29,7 @@ _FIELD = type(vars(dis.Positions)["lineno"])  # what a named tuple has for each 
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, _FIELD)
 _ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, OrderedDict, list, tuple, set, frozenset, deque)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 LruCache = type(functools.lru_cache(len))
@@ -122,7 +122,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _slots(kind: type) -> list[str]:
-    found = [item for cls in kind.__mro__ for item in vars(cls).items()]
+    found = [item for cls in kind.__mro__ if vars(cls).get("__slots__") for item in vars(cls).items()]
     return [name for name, made in found if isinstance(made, types.MemberDescriptorType)]
 
 

@@ -38,7 +38,9 @@ class Loan:
         self._has_clones = skeleton.trusted and not _has_any_global_hook()
         if self._has_clones:
             self._spare.append(skeleton)
-            self.params, self.buffers = skeleton.own()
+            own = skeleton.slots.own()
+            self.params = {name: own[name] for name in skeleton.slots.params}
+            self.buffers = {name: own[name] for name in skeleton.slots.buffers}
         else:
             keep(skeleton, module)
             self.params, self.buffers = dict(module.named_parameters()), dict(module.named_buffers())

@@ -55,7 +55,7 @@ class Clone:
         return self._skeleton
 
     def bind(self, tensors: Tensors) -> None:
-        self._skeleton.bind(tensors)
+        self._skeleton.slots.bind(tensors)
 
     def buffers_now(self) -> Iterator[Buffer]:
         for part, clone in self._skeleton.pairs(self._module):

@@ -57,7 +57,7 @@ def _replica(module: M, tensors: Tensors) -> M:
     skeleton = None if has_scripts(module) else Skeleton(module)
     if skeleton is None or not skeleton.trusted:
         return shallow(module, tensors)
-    skeleton.bind(tensors)
+    skeleton.slots.bind(tensors)
     as_replica(skeleton)
     root: Any = skeleton.root
     return root

@@ -1,11 +1,10 @@
 """A private clone of a module that is called in its place, bound to other tensors each time."""
 
-import operator
 import sys
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain, repeat
-from operator import getitem, is_, itemgetter
+from operator import getitem, is_
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -17,14 +16,14 @@ from fdp.nn._clone import (
     Walk,
     has_gained_objects,
     holds_parameters,
+    items,
     join_path,
     refill,
     same,
 )
 from fdp.nn._known import ATOMS, of_library
+from fdp.nn._slots import Slots
 
-_setitem: Callable[[Any, Any, Any], None] = operator.setitem
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
 
 
@@ -34,8 +33,8 @@ class Skeleton:
 
     `trusted` says that calling the clone is calling the module: nothing that the two share leads back to the module.
     Unless `cyclic`, a skeleton does not keep its module alive. If it `shares`, what a call puts into lists, dicts and
-    sets of the module is in those of the module at once; containers with modules in them are never shared. They are
-    `separable` if nothing else leads to what is shared, so that a clone can be given copies of its own.
+    sets of the module is in those of the module at once; containers with modules in them are never shared.
+    `slots` are its parameters and buffers.
     """
 
     def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
@@ -52,7 +51,7 @@ class Skeleton:
         self._tensors = walk.tensors
         self._keep(walk)
         registered = set(map(id, module.modules()))
-        self._slots_of = [(id(owner) in registered, kind, box.seen, box.clone) for owner, kind, box in walk.slots]
+        self._registries = [(id(owner) in registered, kind, box.seen, box.clone) for owner, kind, box in walk.slots]
         self._watch(walk)
         self._place(module)
         self._fillable = walk.fillable() if self._is_safe else []
@@ -63,10 +62,9 @@ class Skeleton:
 
     def _keep(self, walk: "Walk") -> None:
         """What module and clone hold while nothing runs, in flat lists that C code can compare."""
-        quiet = [box for box in walk.registries + walk.additions if box.seen]
+        quiet = [box for box in walk.registries if box.seen]
         full = walk.states + quiet + [box for box in walk.boxes if box.seen]
         empty = [box for box in walk.registries + walk.boxes if not box.seen]
-        added = [box for box in walk.additions if not box.seen]
         states = len(walk.states)
         common = [*full, *walk.common.values()]  # these at the end have no place in the lists that follow
         self._paths = [box.path for box in common]
@@ -75,8 +73,6 @@ class Skeleton:
         self._idle_states, self._idle_own = self._idle[:states], self._idle[states:]
         self._quiet, self._idle_quiet = self._own[: len(quiet)], self._idle_own[: len(quiet)]
         self._empty, self._blank = [box.original for box in empty], [box.clone for box in empty]
-        self._all_empty = self._empty + [box.original for box in added]
-        self._all_blank = self._blank + [box.clone for box in added]
 
     def _watch(self, walk: "Walk") -> None:
         """The entries of which equality does not tell whether they are the same, in what the clone has copies of."""
@@ -84,7 +80,7 @@ class Skeleton:
         watched = [
             (original, seen, key)
             for original, seen, _ in zip(self._full, self._seen, self._idle, strict=False)
-            for key, value in _items(seen)
+            for key, value in items(seen)
             if not _equal_is_same(value, states.get(id(original), False))
             and not (key in REGISTRIES and id(original) in states)
         ]
@@ -93,31 +89,12 @@ class Skeleton:
         self._values = list(map(getitem, self._seen_at, self._keys))
 
     def _place(self, module: nn.Module) -> None:
-        """Which slots belong to which name, the first of a tied tensor last. Slots without a name come at the end."""
-        params = {id(tensor): name for name, tensor in module.named_parameters()}
-        buffers = {id(tensor): name for name, tensor in module.named_buffers()}
-        names = {"_parameters": params, "_buffers": buffers}
-        slots: list[tuple[str | None, dict[str, Any], str, Tensor]] = [
-            (names[kind].get(id(tensor)) if registered else None, own, key, tensor)
-            for registered, kind, seen, own in reversed(self._slots_of)
-            for key, tensor in reversed(seen.items())
-            if tensor is not None
-        ]
-        slots.sort(key=lambda slot: slot[0] is None)
-        self._names: list[str] = [name for name, _, _, _ in slots if name is not None]
-        self._slots, self._slot_keys = [own for _, own, _, _ in slots], [key for _, _, key, _ in slots]
-        self._named, self._slot_tensors = self._slots[: len(self._names)], [tensor for _, _, _, tensor in slots]
-        self._first = {name: (own, key) for name, own, key, _ in slots if name is not None}
-        # The first name twice: of a single name itemgetter does not make a tuple.
-        self._pick = itemgetter(*self._names, self._names[0]) if self._names else tuple
-        self.params, self.buffers = dict.fromkeys(params.values()), dict.fromkeys(buffers.values())
-        self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in params | buffers}
-        parts = zip([module, *self._children], self._clones, strict=False)
-        weights = [(clone, part._parameters.get("weight")) for part, clone in parts if isinstance(part, _EMBEDDINGS)]
-        self._embeddings = [(clone, params[id(weight)]) for clone, weight in weights if id(weight) in params]
-        self._two_kinds = not params.keys().isdisjoint(buffers)
+        """Find the names of the tensors."""
+        self.slots = Slots(module, self.pairs(module), self._registries)
+        named = self.slots.params.keys() | self.slots.buffers.keys()
+        self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in self.slots.ids}
         # A subclass may name what is in no registry.
-        self.trusted = self._is_safe and self.params.keys() | self.buffers.keys() == set(self._names)
+        self.trusted = self._is_safe and named == set(self.slots.names)
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether this is what the module is now. Numbers, strings and tensors that were set anew are taken over."""
@@ -157,44 +134,18 @@ class Skeleton:
         self.reset()
         return True
 
-    def takes(self, values: Mapping[str, Any], strict: bool) -> bool:
-        """Whether `bind` is enough: tensors, under no name but the first of each tied tensor."""
-        names = self.params.keys() | self.buffers.keys()
-        enough = (len(values) == len(names) or not strict) and not self._two_kinds  # these torch takes for one
-        return enough and values.keys() <= names and all(isinstance(value, Tensor) for value in values.values())
-
-    def bind(self, values: Mapping[str, Tensor]) -> None:
-        """Put a tensor under each name, in all its slots. Names left out keep the module's own."""
-        if len(values) < len(self.params) + len(self.buffers):
-            values = {**dict(zip(self._names, self._slot_tensors, strict=False)), **values}
-        any(map(_setitem, self._named, self._slot_keys, self._pick(values)))  # `any` drives the map: setitem gives None
-
     def pairs(self, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
         """Each module inside the module, itself first, and its clone."""
-        return list(zip([module, *self._children], self._clones, strict=True))
+        return list(zip([module, *self._children], self._clones, strict=False))  # no clone of a scripted module
 
     def states(self) -> list[dict[str, Any]]:
         """The `__dict__` of each module of the clone."""
         return list(map(vars, self._clones))
 
-    def own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The module's parameters and buffers by name."""
-        found = dict(zip(self._names, self._slot_tensors, strict=False))
-        return {name: found[name] for name in self.params}, {name: found[name] for name in self.buffers}
-
     def fillable(self) -> Iterator[tuple[Any, Any]]:
         """Where the clone has containers that it shares with the module and that forward may fill: holder and key."""
         for holder, key in self._fillable:
             yield vars(holder) if isinstance(holder, nn.Module) else holder, key
-
-    def renormalised(self) -> list[str]:
-        """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
-        return [name for clone, name in self._embeddings if vars(clone).get("max_norm") is not None]
-
-    def bound(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What is under the names now, which is not what was bound where forward has put another tensor."""
-        places = ((name, *self._first[name]) for name in names)
-        return {name: slot[key] for name, slot, key in places if key in slot}
 
     def versions(self) -> dict[str, int]:
         """How often each tensor that is neither a parameter nor a buffer was written in place, by its path."""
@@ -206,12 +157,12 @@ class Skeleton:
 
     def reset(self) -> None:
         """Forget what a call has bound and written."""
-        any(map(_setitem, self._slots, self._slot_keys, self._slot_tensors))
+        self.slots.release()
         any(map(_set_state, self._clones, map(dict.copy, self._idle_states)))
         first = len(self._quiet)
         if any(self._blank) or self._quiet != self._idle_quiet:
             first = 0
-            for box in self._all_blank:
+            for box in self._blank:
                 box.clear()
         for own, idle in zip(self._own[first:], self._idle_own[first:], strict=True):
             if not same(own, idle):
@@ -223,15 +174,12 @@ class Skeleton:
 
     def write_back(self, module: nn.Module, names: Container[str]) -> None:
         """Write to the module what the last call has written to the clone, but for what is under the bound names."""
-        places = zip(self._names, self._named, self._slot_keys, self._slot_tensors, strict=False)
-        bound = [(slot, key, slot.get(key), own) for name, slot, key, own in places if name in names]
-        for slot, key, _, own in bound:
-            slot[key] = own
+        bound = self.slots.take_out(names)
         states = self.states()
         if not self._is_untouched(states):
-            self._write(module, [*states, *self._own, *self._all_blank])
+            self._write(module, [*states, *self._own, *self._blank])
         self.translate(module)
-        for slot, key, now, _ in bound:
+        for slot, key, now in bound:
             slot[key] = now
 
     def _is_untouched(self, states: list[dict[str, Any]]) -> bool:
@@ -244,7 +192,7 @@ class Skeleton:
         )
 
     def _write(self, module: nn.Module, own: list[Any]) -> None:
-        to = self._full[: len(self._idle)] + self._all_empty
+        to = self._full[: len(self._idle)] + self._empty
         originals = dict(zip(map(id, own), to, strict=True)) | self._originals(module)
         for original, now, idle in zip(to, own, chain(self._idle, repeat({})), strict=False):
             if same(now, idle):
@@ -283,7 +231,7 @@ class Skeleton:
         for original, seen in zip(self._full, self._seen, strict=True):
             if not same(original, seen):
                 refill(original, seen)
-        for original in self._all_empty:
+        for original in self._empty:
             original.clear()
 
 
@@ -312,12 +260,6 @@ def _is_alike(value: Any, before: Any) -> bool:
     """Whether one may stand in a clone in place of the other."""
     both_tensors = isinstance(value, Tensor) and isinstance(before, Tensor)
     return both_tensors or (type(value) is type(before) and type(value) in ATOMS)
-
-
-def _items(box: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(box, dict):
-        return box.items()
-    return () if isinstance(box, set) else enumerate(box)
 
 
 def _all_values(boxes: Iterable[dict[str, Any]]) -> Iterator[Any]:

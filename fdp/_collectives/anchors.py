@@ -9,12 +9,12 @@ input too, comes to all collectives.
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+from fdp._trees import torch_private
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Anchor:
 
     def ends(self) -> list[Tensor]:
         """What is made of it. Where a transform of torch.func inside the function wrapped it, what is inside."""
-        return [functorch.unwrap_if_dead(x) for x in self._ends]
+        return [torch_private.unwrap_if_dead(x) for x in self._ends]
 
     def add(self, end: Tensor) -> None:
         """Keep what a collective has made of it."""

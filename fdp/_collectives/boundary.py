@@ -25,10 +25,9 @@ from fdp._collectives.graph import (
     refuse_batched,
     waited_for,
 )
+from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors
 from fdp._trees.types import Tree
-
-_C: Any = torch._C  # a part of it has no types
 
 
 class Made(NamedTuple):
@@ -48,7 +47,7 @@ def made(call: Callable[[], Tree], token: object) -> Made:
     finally:
         MET.reset(before)
     elsewhere = [node for node in met if node.meeting is not None and node.meeting.token is not token]
-    return Made(result, _C._autograd._get_sequence_nr(), elsewhere)
+    return Made(result, torch_private.get_sequence_nr(), elsewhere)
 
 
 class Runs(NamedTuple):
@@ -173,7 +172,7 @@ class _Stitch(torch.autograd.Function):
             )
         refuse_batched(grads, "a mapped function with collectives")
         create = torch.is_grad_enabled()
-        if not (create or _C._autograd._get_current_graph_task_keep_graph()):
+        if not (create or torch_private.get_current_graph_task_keep_graph()):
             ctx.graph = None
         count = sum(len(part.outs) for part in graph.parts)
         rest = iter([None] * count if ctx in ONLY_MEETS.get() else grads)
@@ -202,7 +201,7 @@ class _Stitch(torch.autograd.Function):
 def _is_wanted(node: Any) -> bool:
     """Whether the backward that runs goes on to a node."""
     try:
-        return _C._will_engine_execute_node(node)
+        return torch_private.will_engine_execute_node(node)
     except RuntimeError:  # a leaf that torch.autograd.grad is asked for
         return True
 
@@ -214,7 +213,7 @@ def _there(grads: Sequence[Grad]) -> list[Tensor]:
 @contextlib.contextmanager
 def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
     """Hooks of a tensor see its gradient once, as the sum over slots, and not what comes from each."""
-    held = {id(x._backward_hooks): x._backward_hooks for x in tensors if x._backward_hooks}
+    held = {id(hooks): hooks for hooks in map(torch_private.backward_hooks, tensors) if hooks}
     kept = [(hooks, dict(hooks)) for hooks in held.values()]
     for hooks, _ in kept:
         hooks.clear()
@@ -252,7 +251,7 @@ def _differentiate(
             return Made([None] * len(part.inputs), before, met)
         ONLY_MEETS.set(frozenset(only))
         MET.set(met if create else None)
-        first = _C._autograd._get_sequence_nr()
+        first = torch_private.get_sequence_nr()
         zeros = [edge_of(node) for node in only]
         with torch.set_grad_enabled(create), _naming_checkpoints():
             # Kept, since tensors from outside may have a graph that the slots share; it goes when nobody holds it.

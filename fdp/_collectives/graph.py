@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-_C: Any = torch._C  # a part of it has no types
+from fdp._trees import torch_private
 
 Grad = Tensor | None
 
@@ -105,7 +105,7 @@ class Part(NamedTuple):
         seen: set[Any] = set()
         _nodes(self.ends(given), seen)
         found = []
-        for node in sorted((self.meetings[number] for number in wanted), key=lambda x: -x._sequence_nr()):
+        for node in sorted((self.meetings[number] for number in wanted), key=lambda x: -torch_private.sequence_nr(x)):
             if node not in seen:
                 found.append(node)
                 _nodes([node], seen)
@@ -117,14 +117,14 @@ class Part(NamedTuple):
         A backward takes what has the highest number first, and each thread counts for itself: where the graph is of
         another thread, slots would come to their meetings in another order. Returns the number of the last.
         """
-        last = _C._autograd._get_sequence_nr()
+        last = torch_private.get_sequence_nr()
         if first >= before:
             return last
         theirs: set[Any] = set()
         _nodes([*(x.grad_fn for x in self.outs), *self.meetings.values()], theirs)
         for node in _nodes(ends, theirs):
-            if first <= node._sequence_nr() < last:
-                node._set_sequence_nr(node._sequence_nr() + before - first)
+            if first <= torch_private.sequence_nr(node) < last:
+                torch_private.set_sequence_nr(node, torch_private.sequence_nr(node) + before - first)
         return last + before - first
 
 
@@ -175,7 +175,7 @@ def captured(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor
 
 def refuse_batched(grads: Iterable[Any], what: str) -> None:
     """Raise for the batches of gradients that torch.autograd makes itself, which only its own operations know."""
-    if any(isinstance(grad, Tensor) and _C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+    if any(isinstance(grad, Tensor) and torch_private.is_legacy_batchedtensor(grad) for grad in grads):
         raise RuntimeError(
             f"{what}: batched gradients of torch.autograd (is_grads_batched, jacobian(..., vectorize=True)) cannot "
             "pass. Use torch.func: vmap of a vjp, jacrev"

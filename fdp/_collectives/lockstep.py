@@ -16,6 +16,7 @@ from fdp._execution.pool import cores
 from fdp._execution.thread_state import ThreadState, why_not_together
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
+from fdp._trees import torch_private
 from fdp._trees.types import Tree
 
 
@@ -48,10 +49,10 @@ def run_together(
     install()
     indices = dict.fromkeys(slot.index for slot in slots)
     groups = [[i for i, slot in enumerate(slots) if slot.index == index] for index in indices]
-    joint = torch._C._are_functorch_transforms_active() or is_forward_mode()
+    joint = torch_private.is_transformed() or is_forward_mode()
     devices = [slot.device for slot in slots]
     on_cpu = all(device.type in ("cpu", "meta") for device in devices)
-    side_by_side = side_by_side and seed is None and not joint and torch._C._len_torch_dispatch_stack() == 0
+    side_by_side = side_by_side and seed is None and not joint and torch_private.len_torch_dispatch_stack() == 0
     limit = (cores() if on_cpu else len(groups)) if side_by_side else 1
     threads = torch.get_num_threads()
     share = max(1, min(threads, cores() // min(limit, len(groups)))) if on_cpu else threads

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 
 from fdp._collectives.dispatch import on_tree
 from fdp._collectives.operations import Sum
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import accumulator, is_inexact, layers
+from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
@@ -79,7 +79,7 @@ def _value(x: Any) -> Any:
     if torch.compiler.is_compiling():
         return None
     wrapped = layers(x)
-    return None if any(is_batchedtensor(layer) for layer in wrapped) else wrapped[-1].item()
+    return None if any(torch_private.is_batchedtensor(layer) for layer in wrapped) else wrapped[-1].item()
 
 
 def _is_differentiated(weight: Any) -> bool:

@@ -15,16 +15,15 @@ from fdp._placement.moves import copy
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, IN_PLACE, Axis
 from fdp._placement.transfers import report_collective
+from fdp._trees import torch_private
 from fdp._trees.profiling import stage
 from fdp._trees.tree import lines_of
-
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def axis_of(where: str, name: str) -> Axis:
     """The innermost axis of a name."""
     if torch.compiler.is_compiling():  # under fullgraph an error with this text, else the code goes on uncompiled
-        torch._dynamo.graph_break(msg="collectives and axis_index cannot be compiled; compile what is between them")
+        torch_private.graph_break("collectives and axis_index cannot be compiled; compile what is between them")
     axes = AXES.get()
     for axis in reversed(axes):
         if axis.slot.axis_name == name:
@@ -41,7 +40,7 @@ def inside(axis: Axis) -> tuple[int, ...]:
 
 def depth() -> int:
     """How many transforms of torch.func are active here."""
-    stack = functorch.get_interpreter_stack()
+    stack = torch_private.get_interpreter_stack()
     return 0 if stack is None else len(stack)
 
 

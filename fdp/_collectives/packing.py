@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from fdp._trees import torch_private
 
 _SMALL = 2**16  # bytes
 
@@ -22,7 +23,7 @@ def layout_of(tensors: Sequence[Tensor]) -> list[list[int]] | None:
 def packed(tensors: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
     """One tensor for each group."""
     return [
-        tensors[group[0]] if len(group) == 1 else _flatten_dense_tensors([tensors[i] for i in group])
+        tensors[group[0]] if len(group) == 1 else torch_private.flatten_dense_tensors([tensors[i] for i in group])
         for group in layout
     ]
 
@@ -31,7 +32,7 @@ def unpacked(packed: Sequence[Tensor], like: Sequence[Tensor], layout: list[list
     """Inverse of `packed`; the tensors are shaped as those that they are `like`."""
     found: list[Any] = [None] * len(like)
     for group, x in zip(layout, packed, strict=True):
-        parts = [x] if len(group) == 1 else _unflatten_dense_tensors(x, [like[i] for i in group])
+        parts = [x] if len(group) == 1 else torch_private.unflatten_dense_tensors(x, [like[i] for i in group])
         for i, part in zip(group, parts, strict=True):
             # `.data`: each has a version of its own, so that a write to one is none to the others.
             found[i] = part if part is x else part.data

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.checkpoint import _StopRecomputationError
 
 from fdp._collectives.lockstep import Task, run_together
 from fdp._execution.function_traits import (
@@ -33,6 +32,7 @@ from fdp._execution.threads import run_side_by_side
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.plan import Plan
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
+from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
 from fdp._trees.types import Executor, Function
 from fdp._trees.untraced import leave_alone
@@ -258,7 +258,7 @@ def _run_in_order(
         for i, (slot, task) in list(enumerate(zip(slots, tasks, strict=True)))[first:]:
             try:
                 result = run_in_slot(slot, task if mode.seed is None else partial(seeded, mode.seed, slot, task))
-            except _StopRecomputationError:  # a checkpoint around the call has recomputed all that it needs
+            except torch_private.StopRecomputationError:  # a checkpoint around the call has all that it needs
                 raise
             except Exception as error:
                 failures.append((slot, error))
@@ -273,7 +273,7 @@ def _may_use_threads(mode: Mode, shards: int) -> bool:
     """Whether shards may run side by side: it is wanted, and they would see what they see in the caller's thread."""
     if mode.executor == "sequential" or shards < 2 or mode.seed is not None or IN_ORDER.get():
         return False  # seeded shards take turns with torch's one generator of the CPU
-    if mode.executor == "auto" and (not is_marked(mode.fn) or torch._C._are_functorch_transforms_active()):
+    if mode.executor == "auto" and (not is_marked(mode.fn) or torch_private.is_transformed()):
         return False
     return is_carried() and not is_forward_mode() and not must_run_in_order(mode.fn)
 

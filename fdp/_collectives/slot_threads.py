@@ -25,7 +25,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._collectives.anchors import ANCHORS
 from fdp._collectives.rendezvous import Gang, Settings
@@ -49,6 +48,7 @@ from fdp._placement.slot import (
     run_in_slot,
     text_of,
 )
+from fdp._trees import torch_private
 
 Task = Callable[[], Any]
 
@@ -167,7 +167,7 @@ class _Run:
         if self._settings.state.fake is not None:  # what has no values draws none
             return
         # Inside a transform the state has no memory to read.
-        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
+        with EXCLUSIVE.held(), torch_private.without_transforms():
             state = bytes_of(torch.default_generator.get_state())
         seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
         self._settings, self._has_taken = self._settings._replace(seed=seed), True
@@ -215,9 +215,9 @@ class _Run:
         keeps = index == 0 and not faking and (around is None or not around.belongings)
         member = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
         self._first = member
-        before = torch._C._is_multithreading_enabled()
+        before = torch_private.is_multithreading_enabled()
         try:
-            torch._C._set_multithreading_enabled(before and index > 0)
+            torch_private.set_multithreading_enabled(before and index > 0)
             shielded(partial(self._gang.turns.expect, 1, around))
             contextvars.copy_context().run(self._run_as, index, member)
         except Exception as error:
@@ -225,7 +225,7 @@ class _Run:
                 raise
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
-            torch._C._set_multithreading_enabled(before)
+            torch_private.set_multithreading_enabled(before)
 
     def _work(self, index: int) -> None:
         seed, place = self._settings.seed, self._slots[index][0]
@@ -294,7 +294,7 @@ class _Run:
     def _leave_seed(self) -> None:
         """Move the caller's generator if slots have drawn: the next call is to draw something else."""
         if self._has_taken and any(random.has_drawn() for random in self._randoms):
-            with temporarily_clear_interpreter_stack():
+            with torch_private.without_transforms():
                 torch.rand((), device="cpu")  # whatever the default device is
 
     def _clear(self) -> None:

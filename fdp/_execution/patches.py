@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
-from torch.jit import _builtins
-from torch.nn.utils import stateless
 
 from fdp._placement.slot import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
+from fdp._trees import torch_private
 
 IN_TURNS = contextvars.ContextVar("fdp_in_turns", default=False)
 """Shards here have refused to run beside others. They run in order, and those of other callers do at the same time."""
@@ -40,14 +38,14 @@ def install() -> None:
             _guard_functional_call()
             for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state"):
                 _guard_random_state(name)
-            _FORWARD.guard(eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting")
+            _FORWARD.guard(torch_private.eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting")
             _FORWARD.guard(forward_ad, "enter_dual_level", "exit_dual_level")
             _installed = True
 
 
 def is_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way here; its level is one for all threads."""
-    return forward_ad._current_level >= 0 and not _FORWARD.is_elsewhere()
+    return torch_private.forward_level() >= 0 and not _FORWARD.is_elsewhere()
 
 
 def firm() -> int:
@@ -63,7 +61,7 @@ def _guard_functional_call() -> None:
     every caller; refusing instead would need the same, and break working code. Other threads, and code that is being
     compiled, get torch's own.
     """
-    theirs = stateless._functional_call
+    theirs = torch_private.functional_call
 
     @functools.wraps(theirs)
     def guarded(
@@ -72,7 +70,7 @@ def _guard_functional_call() -> None:
         ours = None if torch.compiler.is_compiling() or not SIDE_BY_SIDE.get() else _functional_call
         return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
 
-    stateless._functional_call = guarded
+    torch_private.replace("torch.nn.utils.stateless._functional_call", guarded)
 
 
 def _guard_random_state(name: str) -> None:
@@ -84,8 +82,8 @@ def _guard_random_state(name: str) -> None:
     for owner in (torch.random, torch):
         theirs = getattr(owner, name)
         setattr(owner, name, guards.setdefault(theirs, _alone(theirs)))
-    if name == "manual_seed" and _builtins._builtin_table is not None:  # else it will be filled with what is there now
-        _builtins._register_builtin(torch.manual_seed, "aten::manual_seed")
+    if name == "manual_seed":
+        torch_private.register_builtin(torch.manual_seed, "aten::manual_seed")
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

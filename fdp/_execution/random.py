@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._execution.scheduler import this_member
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Slot, be_alone, fold_in
+from fdp._trees import torch_private
 
 
 class OwnGenerators:
@@ -119,7 +119,7 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     """
     member = this_member()
     is_shared = SIDE_BY_SIDE.get() is not None and (member is None or not member.belongings)
-    if is_shared or torch._C._len_torch_dispatch_stack() or _is_capturing(devices):
+    if is_shared or torch_private.len_torch_dispatch_stack() or _is_capturing(devices):
         return _stay
     generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]
     before = _states(generators)
@@ -127,7 +127,7 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
         return _stay
 
     def go_back() -> None:
-        with EXCLUSIVE.held(), temporarily_clear_interpreter_stack():
+        with EXCLUSIVE.held(), torch_private.without_transforms():
             deque(map(torch.Generator.set_state, generators, before), 0)
 
     return go_back
@@ -142,9 +142,9 @@ def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     states: list[torch.Tensor] = []
     read = partial(states.__iadd__, map(torch.Generator.get_state, generators))
     steps = [read] if LENT.get() else [partial(EXCLUSIVE.lock.acquire, False), read, EXCLUSIVE.lock.release]
-    is_transformed = torch._C._are_functorch_transforms_active()
+    is_transformed = torch_private.is_transformed()
     # Inside a transform a state has no memory to read.
-    with temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext():
+    with torch_private.without_transforms() if is_transformed else contextlib.nullcontext():
         all(map(operator.call, steps))  # one call of C, which no interrupt comes into; it ends at what returns False
     return states
 

@@ -6,26 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _autograd as autograd
-from torch._C._autograd import _profiler_enabled
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.overrides import TorchFunctionMode
 
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+from fdp._trees import torch_private
+
 _SMALLEST = sys.float_info.min
-_C: Any = torch._C  # a part of it has no types
 _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
-    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    (_C._get_torch_function_state, _C._set_torch_function_state),
+    (torch.is_grad_enabled, torch_private.set_grad_enabled),
+    (torch_private.is_fwd_grad_enabled, torch_private.set_fwd_grad_enabled),
+    (torch_private.is_multithreading_enabled, torch_private.set_multithreading_enabled),
+    (torch_private.is_view_replay_enabled, torch_private.set_view_replay_enabled),
+    (torch_private.get_torch_function_state, torch_private.set_torch_function_state),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_CARRIED = (functorch.TransformType.Vmap, functorch.TransformType.Grad)
+_FAKE = torch_private.TorchDispatchModeKey.FAKE
+_CARRIED = (torch_private.TransformType.Vmap, torch_private.TransformType.Grad)
 
 
 class Carried(TorchFunctionMode):
@@ -39,12 +35,12 @@ def is_carried() -> bool:
     functionalization keep state outside of the stack of transforms. A profiler would see one thread.
     """
     return (
-        all(isinstance(mode, DeviceContext | Carried) for mode in _function_modes())
-        and torch._C._len_torch_dispatch_stack() == 0
-        and autograd._top_saved_tensors_default_hooks(True) is None
-        and torch._C._get_tracing_state() is None
-        and not _profiler_enabled()
-        and all(layer.key() in _CARRIED for layer in functorch.get_interpreter_stack() or ())
+        all(isinstance(mode, torch_private.DeviceContext | Carried) for mode in _function_modes())
+        and torch_private.len_torch_dispatch_stack() == 0
+        and torch_private.saved_tensors_hooks(True) is None
+        and torch_private.get_tracing_state() is None
+        and not torch_private.profiler_enabled()
+        and all(layer.key() in _CARRIED for layer in torch_private.get_interpreter_stack() or ())
     )
 
 
@@ -53,15 +49,16 @@ def why_not_together() -> str | None:
 
     They take turns where that matters, so that forward mode and profilers are no obstacle.
     """
-    if any(not isinstance(mode, DeviceContext | Carried) for mode in _function_modes()):
+    if any(not isinstance(mode, torch_private.DeviceContext | Carried) for mode in _function_modes()):
         return "a mode for torch functions that is active here"
-    if torch._C._len_torch_dispatch_stack() > (_fake_mode() is not None):
+    if torch_private.len_torch_dispatch_stack() > (_fake_mode() is not None):
         return "a dispatch mode that is active here"
-    if autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch_private.saved_tensors_hooks(True) is not None:
         return "hooks for saved tensors that are active here, such as those of activation checkpointing around the call"
-    if torch._C._get_tracing_state() is not None:
+    if torch_private.get_tracing_state() is not None:
         return "that torch.jit traces here"
-    if any(layer.key() is functorch.TransformType.Functionalize for layer in functorch.get_interpreter_stack() or ()):
+    layers = torch_private.get_interpreter_stack() or ()
+    if any(layer.key() is torch_private.TransformType.Functionalize for layer in layers):
         return "functionalization"
     return None
 
@@ -90,8 +87,8 @@ class ThreadState(NamedTuple):
     def of_caller(cls, devices: Sequence[torch.device]) -> "ThreadState":
         """The state here and now; `devices` are those on which a current stream matters."""
         transforms: list[Any] = []
-        if torch._C._are_functorch_transforms_active():
-            with temporarily_clear_interpreter_stack() as transforms:
+        if torch_private.is_transformed():
+            with torch_private.without_transforms() as transforms:
                 pass
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
@@ -102,7 +99,7 @@ class ThreadState(NamedTuple):
             [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types],
             _function_modes(),
             fake,
-            autograd._saved_tensors_hooks_get_disabled_error_message(),
+            torch_private.saved_tensors_hooks_get_disabled_error_message(),
             [] if fake is not None else [torch.accelerator.current_stream(device) for device in accelerators],
             transforms,
         )
@@ -123,26 +120,26 @@ class ThreadState(NamedTuple):
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
             if self.hooks_refused is None:
-                autograd._saved_tensors_hooks_enable()
+                torch_private.saved_tensors_hooks_enable()
             else:
-                autograd._saved_tensors_hooks_disable(self.hooks_refused)
+                torch_private.saved_tensors_hooks_disable(self.hooks_refused)
             for stream in self.streams:
                 torch.accelerator.set_stream(stream)
             for mode in self.modes:  # its own `__enter__` would write to what all threads share
-                torch._C._push_on_torch_function_stack(mode)
-                stack.callback(torch._C._pop_torch_function_stack)
+                torch_private.push_on_torch_function_stack(mode)
+                stack.callback(torch_private.pop_torch_function_stack)
             if self.fake is not None:
-                torch._C._push_on_torch_dispatch_stack(self.fake)
-                stack.callback(torch._C._pop_torch_dispatch_stack, _FAKE)
+                torch_private.push_on_torch_dispatch_stack(self.fake)
+                stack.callback(torch_private.pop_torch_dispatch_stack, _FAKE)
             if self.transforms:
-                stack.enter_context(temporarily_restore_interpreter_stack(self.transforms))
+                stack.enter_context(torch_private.with_transforms(self.transforms))
             yield
 
 
 def _fake_mode() -> Any:
     """The FakeTensorMode that is active: it computes shapes, and several threads may do so in turns."""
-    return torch._C._get_dispatch_mode(_FAKE)
+    return torch_private.get_dispatch_mode(_FAKE)
 
 
 def _function_modes() -> list[Any]:
-    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    return torch_private.get_current_function_mode_stack() if torch_private.len_torch_function_stack() else []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fdp._placement.slot import current_slot
+from fdp._trees import torch_private
 from fdp._trees.types import DeviceLike, Devices
 
 
@@ -121,7 +122,7 @@ def is_faking() -> bool:
     # Under FakeTensorMode devices need not exist: that is what it is for. The mode of the compiler is not the user's.
     if torch.compiler.is_compiling():
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return torch_private.get_dispatch_mode(torch_private.TorchDispatchModeKey.FAKE) is not None
 
 
 def _existing() -> str:

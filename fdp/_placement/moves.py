@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fdp._placement.transfers import Named, report
+from fdp._trees import torch_private
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
 
@@ -64,8 +64,8 @@ def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = N
 def layers(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, and inside the transforms of torch.func the ones that it wraps, innermost last."""
     found = [tensor]
-    while is_functorch_wrapped_tensor(found[-1]):
-        found.append(get_unwrapped(found[-1]))
+    while torch_private.is_functorch_wrapped_tensor(found[-1]):
+        found.append(torch_private.get_unwrapped(found[-1]))
     return found
 
 
@@ -110,7 +110,7 @@ def is_ours(held: list[torch.Tensor]) -> bool:
 
     A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch_private.is_transformed():
         return False
     tensor = held[0]
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
@@ -126,13 +126,12 @@ def is_ours(held: list[torch.Tensor]) -> bool:
 
 def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
     """How many refer to a tensor in Python, in C++, to its memory, and to the tensor that it is a view of."""
-    tensor, base = held[0], held[0]._base
-    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    found = sys.getrefcount(tensor), _Tensor._use_count(tensor), memory
-    return found if base is None else (*found, sys.getrefcount(base), _Tensor._use_count(base))
+    tensor, base = held[0], torch_private.base(held[0])
+    memory = torch_private.storage_use_count(tensor)
+    found = sys.getrefcount(tensor), torch_private.use_count(tensor), memory
+    return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
 
 
-_Tensor: Any = torch.Tensor  # not all of it has types
 _LARGE = 2**16  # bytes: below, counting takes longer than allocating
 _ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
 

@@ -11,6 +11,7 @@ from fdp._placement.moves import Memo, copy, copy_once, split, to_device
 from fdp._placement.peers import Peers, peers_of
 from fdp._placement.plan import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
 from fdp._placement.sharded import Replicated, Sharded, Slots
+from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
 from fdp._trees.tree import Flat, array_inside, flatten, unflatten
 from fdp._trees.types import AUTO, Devices, Dims, Tree
@@ -107,7 +108,7 @@ def plan_args(
 
 def check_tracing(slots: Sequence[torch.device], where: str) -> None:
     """Raise where torch.jit would record one split for batches of every size."""
-    if len(slots) > 1 and torch._C._get_tracing_state() is not None:
+    if len(slots) > 1 and torch_private.get_tracing_state() is not None:
         raise RuntimeError(
             f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
             "the function or the module inside a DataParallel, and map the traced one"

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from fdp._trees import torch_private
 
 
 class Transfer(NamedTuple):
@@ -105,8 +106,8 @@ def report_collective(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The size of what really moves: under `vmap` the whole batch."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
+    while torch_private.is_functorch_wrapped_tensor(tensor):
+        tensor = torch_private.get_unwrapped(tensor)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.element_size() * (tensor._nnz() if tensor.layout is not torch.strided else tensor.numel())

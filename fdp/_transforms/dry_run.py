@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import nn
-from torch._C import _autograd as autograd
 
 from fdp._execution.thread_state import Carried
 from fdp._placement.sharded import Slots
+from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tree_map
 from fdp._trees.types import Tree
 
@@ -64,7 +64,7 @@ def _apply_nowhere_else(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _mode_class()):
+        if isinstance(torch_private.get_dispatch_mode(torch_private.TorchDispatchModeKey.FAKE), _mode_class()):
             raise RuntimeError(
                 f"the function converts a {type(module).__name__} (.to(), .double(), .cuda(), ...), which would lose "
                 "its data here. Convert it before the call, or pass its parameters: see fdp.functional"
@@ -77,9 +77,8 @@ def _apply_nowhere_else(original: Callable[..., Any]) -> Any:
 @functools.cache
 def _mode_class() -> Any:
     """The class of torch, which imports much, with what it must not do to tensors of the caller's."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    class Mode(FakeTensorMode):
+    class Mode(torch_private.fake_tensors().FakeTensorMode):
         is_over = False
 
         def __init__(self, kept: dict[torch.Tensor, _Kept]) -> None:
@@ -120,7 +119,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, fake: torch.Tensor) -> "_Kept":
-        version = None if tensor.is_inference() else tensor._version
+        version = None if tensor.is_inference() else torch_private.version(tensor)
         return cls(tensor, fake, version, tensor.requires_grad, tensor.grad if tensor.is_leaf else None)
 
     def restore(self) -> None:
@@ -128,8 +127,8 @@ class _Kept(NamedTuple):
             self.tensor.detach_()  # which torch refuses for views
         if self.tensor.is_leaf and self.tensor.grad is not self.grad:
             self.tensor.grad = self.grad
-        if self.version is not None and self.tensor._version != self.version:
-            autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+        if self.version is not None and torch_private.version(self.tensor) != self.version:
+            torch_private.unsafe_set_version_counter((self.tensor,), (self.version,))
 
 
 @final
@@ -137,7 +136,7 @@ class Fakes:
     """Tensors without data in place of real ones, and where these are used."""
 
     def __init__(self) -> None:
-        from torch._subclasses import fake_tensor
+        fake_tensor = torch_private.fake_tensors()
 
         self._kept: dict[torch.Tensor, _Kept] = {}  # tensors are keys by identity
         self._mode = _mode_class()(self._kept)
@@ -196,7 +195,7 @@ class Guard(Carried):
         self._has_graph = has_graph
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._has_graph and func is torch._C._set_grad_enabled and args[0]:
+        if not self._has_graph and func is torch_private.set_grad_enabled and args[0]:
             raise RuntimeError(
                 "the function asks for gradients, which cannot be explained on devices that are not here. Explain it "
                 "on fdp.virtual_devices(n)"
@@ -209,4 +208,4 @@ class Guard(Carried):
         return func(*args, **(kwargs or {}))
 
 
-_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA: Any = vars(torch_private.TensorBase)["data"].__set__

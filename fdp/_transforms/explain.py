@@ -19,6 +19,7 @@ from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
+from fdp._trees import torch_private
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
 
@@ -126,7 +127,7 @@ def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
     check_function(fn, "explain")
     if torch.compiler.is_compiling():
         raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
-    if torch._C._are_functorch_transforms_active():
+    if torch_private.is_transformed():
         raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
     held = [leaf for tree in trees for leaf in flatten(tree, "tree", where="explain").leaves if isinstance(leaf, Slots)]
     for peers in (peers_of(devices), *(slots.peers for slots in held)):

@@ -7,6 +7,7 @@ import torch
 
 from fdp._placement.moves import Memo, layers
 from fdp._placement.sharded import Slots, leaf_tensors
+from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.untraced import leave_alone
@@ -28,7 +29,7 @@ class Watch(NamedTuple):
         copies: dict[int, list[torch.Tensor]] = {}
         for (number, _), found in memo.items():
             copies.setdefault(number, []).extend([found] if isinstance(found, torch.Tensor) else found)
-        transformed = torch._C._are_functorch_transforms_active()
+        transformed = torch_private.is_transformed()
         for flat in flats:
             for i, tensor in ((i, tensor) for i, leaf in enumerate(flat.leaves) for tensor in leaf_tensors(leaf)):
                 # Views share the version of what they are views of.
@@ -38,11 +39,11 @@ class Watch(NamedTuple):
                     own = [layer for other in own for layer in layers(other)]
                 owners += [(flat, i, tensor)] * len(own)
                 tensors += own
-        return cls(owners, tensors, [tensor._version for tensor in tensors])
+        return cls(owners, tensors, list(map(torch_private.version, tensors)))
 
     def check(self, where: str) -> None:
         """Raise if the function wrote in place to an argument, as far as version counters tell."""
-        versions = [tensor._version for tensor in self.tensors]
+        versions = list(map(torch_private.version, self.tensors))
         if versions == self.versions:
             return
         written = [i for i, (old, new) in enumerate(zip(self.versions, versions, strict=True)) if old != new]

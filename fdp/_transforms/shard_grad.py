@@ -14,6 +14,7 @@ from fdp._execution.patches import is_forward_mode
 from fdp._execution.returned import noting
 from fdp._placement.moves import layers
 from fdp._transforms.arguments import Shard, call_shard
+from fdp._trees import torch_private
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Function, Tree
 
@@ -76,7 +77,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    active = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled()
+    active = torch_private.is_transformed() or torch.is_inference_mode_enabled()
     return active or is_forward_mode() or any(t.is_inference() for t in tensors)
 
 

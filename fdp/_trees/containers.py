@@ -6,8 +6,8 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as torch_pytree
 
+from fdp._trees import torch_private
 from fdp._trees.inside import MOST_OBJECTS, TooManyError, find_inside
 from fdp._trees.untraced import constant_while_compiling
 
@@ -39,12 +39,12 @@ class Packed:
 
 def node_functions(cls: Any) -> NodeFunctions | None:
     """How to take apart and rebuild a type that torch's pytrees know, or a dataclass; None for any other."""
-    if cls in torch_pytree.SUPPORTED_NODES:
-        return _torch_node(torch_pytree.SUPPORTED_NODES[cls])
+    if cls in torch_private.pytree.SUPPORTED_NODES:
+        return _torch_node(torch_private.pytree.SUPPORTED_NODES[cls])
     return _dataclass_node(cls) if dataclasses.is_dataclass(cls) else None
 
 
-def _torch_node(node: torch_pytree.NodeDef) -> NodeFunctions:
+def _torch_node(node: torch_private.pytree.NodeDef) -> NodeFunctions:
     def flatten(obj: Any) -> tuple[Any, Any, Any]:
         children, context = node.flatten_fn(obj)
         if node.flatten_with_keys_fn is None:
@@ -57,11 +57,11 @@ def _torch_node(node: torch_pytree.NodeDef) -> NodeFunctions:
 
 def _entry(key: Any) -> Any:
     match key:
-        case torch_pytree.MappingKey():
+        case torch_private.pytree.MappingKey():
             return key.key
-        case torch_pytree.GetAttrKey():
+        case torch_private.pytree.GetAttrKey():
             return key.name
-        case torch_pytree.SequenceKey():
+        case torch_private.pytree.SequenceKey():
             return key.idx
     return str(key)
 
@@ -147,7 +147,7 @@ def _tensor_inside(obj: Any) -> str | None:
 def _tensor_in_traced(obj: Any) -> str | None:
     """The same for an object that is made while compiling, and has not really anything inside."""
     parts = vars(obj).items() if hasattr(obj, "__dict__") else ()
-    names = [f".{k}" for k, v in parts if any(isinstance(x, torch.Tensor) for x in torch_pytree.tree_leaves(v))]
+    names = [f".{k}" for k, v in parts if any(isinstance(x, torch.Tensor) for x in torch_private.pytree.tree_leaves(v))]
     return names[0] if names else None
 
 

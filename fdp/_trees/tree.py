@@ -1,7 +1,7 @@
 """All contact with optree: flattening, prefix specs, structure checks, paths.
 
 Two things are added to optree. Types that it does not know are registered under the namespace `"fdp"` when they are
-first met: dataclasses, and what is registered with `torch.utils._pytree`. And an opaque object that visibly holds
+first met: dataclasses, and what is registered with `torch_private.pytree`. And an opaque object that visibly holds
 tensors is refused, because its tensors would silently be neither split nor moved.
 """
 

@@ -4,12 +4,12 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from fdp._trees import torch_private
 
 # The code itself is not compiled; what it calls may be, such as the layers of a user's module. The decorator
 # `torch.compiler.disable` would say the same at every call, and import the whole compiler.
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-_SKIP_ALL = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+_SKIP = torch_private.FrameExecStrategy(torch_private.FrameAction.SKIP, torch_private.FrameAction.DEFAULT)
+_SKIP_ALL = torch_private.FrameExecStrategy(torch_private.FrameAction.SKIP, torch_private.FrameAction.SKIP)
 
 
 def leave_alone(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
@@ -19,12 +19,12 @@ def leave_alone(namespace: Mapping[str, Any], names: Iterable[str] | None = None
         if getattr(value, "__module__", None) == namespace["__name__"]:
             for function in vars(value).values() if isinstance(value, type) else [value]:
                 for code in _codes(getattr(function, "__code__", None)):
-                    set_code_exec_strategy(code, _SKIP)
+                    torch_private.set_code_exec_strategy(code, _SKIP)
 
 
 def leave_all_alone(function: types.FunctionType) -> None:
     """Mark a function and all that it calls, but for what is compiled by itself."""
-    set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    torch_private.set_code_exec_strategy(function.__code__, _SKIP_ALL)
 
 
 def constant_while_compiling(function: types.FunctionType) -> types.FunctionType:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fdp._execution.patches import is_forward_mode
+from fdp._trees import torch_private
 from fdp.distributed._communicator import Communicator, Session, Tag
 
 
@@ -19,7 +20,7 @@ def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequen
     if not tensors:
         return []
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if differentiated or torch._C._are_functorch_transforms_active() or is_forward_mode():
+    if differentiated or torch_private.is_transformed() or is_forward_mode():
         return list(Total.apply(comm, name, *tensors))
     return comm.sums(tensors, name, ours)
 

@@ -12,6 +12,7 @@ from fdp._execution.patches import is_forward_mode
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
 from fdp._placement.plan import Plan
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
+from fdp._trees import torch_private
 from fdp._trees.tree import Flat, digest_of, flatten, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
@@ -20,8 +21,6 @@ from fdp.distributed._communicator import Tag
 from fdp.distributed._join import Part
 from fdp.distributed._processes import Processes
 from fdp.distributed._reduce import everywhere, over_processes
-
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
@@ -120,7 +119,7 @@ class MeshCall(Agreement, PeerCall):
             )
 
     def _check_transforms(self) -> None:
-        layers = functorch.get_interpreter_stack() or () if torch._C._are_functorch_transforms_active() else ()
+        layers = torch_private.get_interpreter_stack() or () if torch_private.is_transformed() else ()
         if (is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)) and not self.is_whole:
             raise RuntimeError(
                 f"{self.where}: a process without rows cannot follow vmap or forward mode (jvp, jacfwd, hessian) "
@@ -140,7 +139,7 @@ def begin(
     differentiated = torch.is_grad_enabled() and any(
         x.requires_grad for flat in flats for leaf in flat.leaves for x in leaf_tensors(leaf)
     )
-    if differentiated or torch._C._are_functorch_transforms_active() or is_forward_mode():
+    if differentiated or torch_private.is_transformed() or is_forward_mode():
         apart = False
     kinds = [(digest_of(flat), [_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)]) for flat in flats]
 

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as is_transformed
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fdp._execution.restart import Again
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import text_of
+from fdp._trees import torch_private
 from fdp._trees.listing import differing
 from fdp.distributed._buckets import buckets_of, like, summable
 from fdp.distributed._underway import Operation
@@ -282,7 +281,7 @@ class Communicator:
 
 def _untransformed() -> contextlib.AbstractContextManager[object]:
     """What is said has nothing to do with what is being transformed here."""
-    return temporarily_clear_interpreter_stack() if is_transformed() else contextlib.nullcontext()
+    return torch_private.without_transforms() if torch_private.is_transformed() else contextlib.nullcontext()
 
 
 def first_sentence(error: BaseException) -> str:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import copy
+from fdp._trees import torch_private
 
 Tensors = dict[str, Tensor]
 
 _GROUP = 2**26  # bytes that are summed up at once
 _ODD = -0x61C8864680B583EB  # 2**64 over the golden ratio: spreads positions over all bits
-_privateuse1_name = torch._C._get_privateuse1_backend_name  # a backend in Python has a tensor class of its own
+_privateuse1_name = torch_private.get_privateuse1_backend_name  # a backend in Python has a tensor class of its own
 
 
 class Names(NamedTuple):
@@ -35,7 +36,8 @@ class _Kept(NamedTuple):
     versions: tuple[int, int]
 
     def may_be_of(self, param: Tensor) -> bool:
-        return self.source() is param and self.versions == (param._version, self.copied._version)
+        versions = torch_private.version(param), torch_private.version(self.copied)
+        return self.source() is param and self.versions == versions
 
 
 _Cache = dict[tuple[int, torch.device], dict[str, _Kept]]
@@ -73,12 +75,12 @@ def copies_of(
 def _keep(param: Tensor, device: torch.device, names: Names, index: int) -> _Kept:
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is of no use outside of it
         made = copy(param.detach(), device, names, index, always=True)
-    return _Kept(weakref.ref(param), made, (param._version, made._version))
+    return _Kept(weakref.ref(param), made, (torch_private.version(param), torch_private.version(made)))
 
 
 def _keepable(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Those of which a copy has no part in a gradient."""
-    if torch._C._are_functorch_transforms_active() or is_forward_mode() or torch._C._len_torch_dispatch_stack():
+    if torch_private.is_transformed() or is_forward_mode() or torch_private.len_torch_dispatch_stack():
         return {}
     enabled = torch.is_grad_enabled()
     return {

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from fdp._execution.function_traits import Safe
 from fdp._execution.returned import note
+from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.tree import register_leaf
 from fdp._trees.untraced import leave_alone
@@ -44,7 +44,7 @@ class Apply(Safe):
             return _apply_traced(module, params, buffers, args, kwargs)
         skeleton = take(pool, module, shares=False)
         try:
-            if skeleton.trusted and not _has_any_global_hook():
+            if skeleton.trusted and not torch_private.has_any_global_hook():
                 out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
             else:
                 out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)

@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.nn.utils import parametrize
-from torch.nn.utils.stateless import _reparametrize_module
 
 from fdp._execution.patches import stand_in_for_functional_call
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE, be_alone
+from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._stateless import Skeleton
 
@@ -67,7 +65,7 @@ def functional_call(
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
     skeleton = take(pool_of(module), module)
-    if not skeleton.trusted or _has_any_global_hook() or torch._C._get_tracing_state():
+    if not skeleton.trusted or torch_private.has_any_global_hook() or torch_private.get_tracing_state():
         with in_place():
             try:
                 return call_in_place(module, given, args, kwargs, **options)
@@ -118,19 +116,19 @@ def call_in_place(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    if torch._C._get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
+    if torch_private.get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError("The stateless API can't be used with Jitted modules")
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
     # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
-    with _reparametrize_module(module, given, tie_weights=tie_weights, strict=strict, stack_weights=True):
+    with torch_private.reparametrize_module(module, given, tie_weights=tie_weights, strict=strict, stack_weights=True):
         return module(*args, **kwargs)
 
 
 def take(pool: list[Skeleton], module: nn.Module, *, shares: bool = True) -> Skeleton:
     """A skeleton of the module as it is now, for this call alone."""
     skeleton = _reusable(pool, module) or Skeleton(module, shares=shares)
-    if parametrize._cache_enabled:
+    if torch_private.is_parametrize_caching():
         be_alone()  # what `parametrize.cached()` keeps is one for all threads
         forget(skeleton.ids | skeleton.original_ids)
     return skeleton
@@ -167,9 +165,9 @@ def forget(modules: frozenset[int]) -> None:
     if not _POOLS.keys().isdisjoint(modules):
         for module in modules:
             _POOLS.pop(module, None)
-    if parametrize._cache:
-        for key in [key for key in list(parametrize._cache) if key[0] in modules]:
-            parametrize._cache.pop(key, None)
+    if torch_private.parametrize_cache():
+        for key in [key for key in list(torch_private.parametrize_cache()) if key[0] in modules]:
+            torch_private.parametrize_cache().pop(key, None)
 
 
 def pool_of(module: nn.Module) -> list[Skeleton]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 
 ATOMS = frozenset(
@@ -24,7 +25,7 @@ ATOMS = frozenset(
 )
 # Either nothing is behind these, or nothing that a forward comes to.
 _OPAQUE = (Tensor, Enum, logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock()))
-_OF_TORCH = (torch.Generator, torch.jit.ScriptFunction, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+_OF_TORCH = (torch.Generator, torch.jit.ScriptFunction, torch_private.OperatorBase, torch_private.OpOverloadPacket)
 _FIELD = type(vars(dis.Positions)["lineno"])  # what a named tuple has for each name
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, _FIELD)
 _ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)

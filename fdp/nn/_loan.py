@@ -8,9 +8,9 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from fdp._placement.plan import Plan
+from fdp._trees import torch_private
 from fdp.nn._buffers import write_first, write_means
 from fdp.nn._containers import Separated
 from fdp.nn._copies import copies_of
@@ -35,7 +35,7 @@ class Loan:
         self._spare: list[Skeleton] = []
         skeleton = take(pool_of(module), module)
         self._ids = skeleton.original_ids
-        self._has_clones = skeleton.trusted and not _has_any_global_hook()
+        self._has_clones = skeleton.trusted and not torch_private.has_any_global_hook()
         if self._has_clones:
             self._spare.append(skeleton)
             own = skeleton.slots.own()

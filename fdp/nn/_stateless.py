@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import (
     OF_PARAMETERS,
@@ -149,7 +150,7 @@ class Skeleton:
 
     def versions(self) -> dict[str, int]:
         """How often each tensor that is neither a parameter nor a buffer was written in place, by its path."""
-        return {path: tensor._version for path, tensor in self._plain.items() if not tensor.is_inference()}
+        return {path: torch_private.version(x) for path, x in self._plain.items() if not x.is_inference()}
 
     def is_held(self) -> bool:
         """Whether something else refers to a part of the clone, such as a checkpoint that will run it again."""

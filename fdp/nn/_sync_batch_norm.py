@@ -9,20 +9,19 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_gradtrackingtensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from fdp._collectives.api import psum
 from fdp._placement.moves import accumulator
 from fdp._placement.slot import AXES
+from fdp._trees import torch_private
 from fdp._trees.untraced import leave_all_alone
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(torch_private.BatchNorm):
     """Batch norm whose statistics are those of the rows of all slots: `torch.nn.BatchNorm1d`, `2d` and `3d` in one.
 
     With `apply, state = functional(network)`, outputs, gradients and new buffers are those of one device:
@@ -88,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training and not (mean is None and var is None):
             return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         shared = self._is_shared()
-        if shared or torch._C._are_functorch_transforms_active():  # torch's kernel writes to statistics, in no vmap
+        if shared or torch_private.is_transformed():  # torch's kernel writes to statistics, in no vmap
             return self._over_slots(input, shared)
         return self._alone(input)
 
@@ -183,8 +182,8 @@ def _between(old: Tensor | None, new: Tensor, factor: Tensor | float) -> Tensor 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     """What a tensor is after the transforms of torch.func that differentiate here, which it has no part in."""
-    while is_gradtrackingtensor(tensor):
-        tensor = get_unwrapped(tensor)
+    while torch_private.is_gradtrackingtensor(tensor):
+        tensor = torch_private.get_unwrapped(tensor)
     return tensor
 
 
@@ -250,11 +249,11 @@ _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def _is_plain(part: nn.Module) -> bool:
-    return type(part).forward is _BatchNorm.forward and not parametrize.is_parametrized(part)
+    return type(part).forward is torch_private.BatchNorm.forward and not parametrize.is_parametrized(part)
 
 
 def _is_lazy(part: nn.Module) -> bool:
-    return isinstance(part, _BatchNorm) and isinstance(part, LazyModuleMixin)
+    return isinstance(part, torch_private.BatchNorm) and isinstance(part, LazyModuleMixin)
 
 
 leave_all_alone(SyncBatchNorm.forward)  # compiled code cannot see which slot it runs in

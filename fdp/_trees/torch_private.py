@@ -1,0 +1,222 @@
+"""Every private name of torch that fdp stands on, each with what it is for. No other file uses one: ruff sees to that.
+
+A name here is torch's own without its underscores. A version of torch that has renamed one fails when fdp is imported,
+with a message that says which, and what it was for.
+"""
+
+import importlib
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+SEEN = "2.11 to 2.15"
+
+
+class Private(NamedTuple):
+    """A private name, what fdp needs it for, and the versions of torch that had it."""
+
+    path: str
+    why: str
+    seen: str
+
+
+USED: list[Private] = []
+
+
+def _use(path: str, why: str, seen: str = SEEN) -> Any:
+    USED.append(Private(path, why, seen))
+    return find(path)
+
+
+def find(path: str) -> Any:
+    """What stands at a path of torch."""
+    names = path.split(".")
+    found: Any = torch
+    for i, name in enumerate(names[1:], 1):
+        if not hasattr(found, name):
+            try:
+                importlib.import_module(".".join(names[: i + 1]))
+            except ImportError:
+                why = next((each.why for each in USED if each.path == path), "")
+                raise ImportError(f"torch {torch.__version__} has no {path}, which fdp needs: {why}") from None
+        found = getattr(found, name)
+    return found
+
+
+def replace(path: str, value: Any) -> None:
+    """Put something of fdp's in the place of a private name that is in `USED`."""
+    owner, _, name = path.rpartition(".")
+    setattr(find(owner), name, value)
+
+
+# Transforms of torch.func
+
+_WHICH = "which transforms are around"
+is_transformed = _use(
+    "torch._C._are_functorch_transforms_active", "is there a transform around? It can be asked while compiling"
+)
+get_interpreter_stack = _use("torch._C._functorch.get_interpreter_stack", _WHICH)
+TransformType = _use("torch._C._functorch.TransformType", _WHICH)
+_INSIDE = "the tensors inside those of transforms"
+get_unwrapped = _use("torch._C._functorch.get_unwrapped", _INSIDE)
+is_functorch_wrapped_tensor = _use("torch._C._functorch.is_functorch_wrapped_tensor", _INSIDE)
+is_batchedtensor = _use("torch._C._functorch.is_batchedtensor", _INSIDE)
+is_gradtrackingtensor = _use("torch._C._functorch.is_gradtrackingtensor", _INSIDE)
+unwrap_if_dead = _use(
+    "torch._C._functorch.unwrap_if_dead", "the tensor inside that of a transform that has ended", "2.13"
+)
+_STACK = "the stack of transforms is one for each thread: it is carried to threads, else gradients would be lost"
+without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _STACK)
+with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
+_FORWARD = "forward mode is one for the process: what enters and leaves it is replaced by what takes turns"
+eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
+_forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
+
+
+def forward_level() -> int:
+    """The level of forward mode, negative if it is off."""
+    return torch.autograd.forward_ad._current_level
+
+
+# The rest of a thread's state
+
+_STATE = "what a thread has of torch, carried to other threads"
+set_grad_enabled = _use("torch._C._set_grad_enabled", _STATE)
+is_fwd_grad_enabled = _use("torch._C._is_fwd_grad_enabled", _STATE)
+set_fwd_grad_enabled = _use("torch._C._set_fwd_grad_enabled", _STATE)
+is_multithreading_enabled = _use("torch._C._is_multithreading_enabled", _STATE)
+set_multithreading_enabled = _use("torch._C._set_multithreading_enabled", _STATE)
+is_view_replay_enabled = _use("torch._C._is_view_replay_enabled", _STATE)
+set_view_replay_enabled = _use("torch._C._set_view_replay_enabled", _STATE)
+get_torch_function_state = _use("torch._C._get_torch_function_state", _STATE)
+set_torch_function_state = _use("torch._C._set_torch_function_state", _STATE)
+len_torch_function_stack = _use("torch._C._len_torch_function_stack", _STATE)
+push_on_torch_function_stack = _use("torch._C._push_on_torch_function_stack", _STATE)
+pop_torch_function_stack = _use("torch._C._pop_torch_function_stack", _STATE)
+get_current_function_mode_stack = _use("torch.overrides._get_current_function_mode_stack", _STATE)
+len_torch_dispatch_stack = _use("torch._C._len_torch_dispatch_stack", _STATE)
+push_on_torch_dispatch_stack = _use("torch._C._push_on_torch_dispatch_stack", _STATE)
+pop_torch_dispatch_stack = _use("torch._C._pop_torch_dispatch_stack", _STATE)
+get_dispatch_mode = _use("torch._C._get_dispatch_mode", "is the call on fake tensors?")
+TorchDispatchModeKey = _use("torch._C._TorchDispatchModeKey", "is the call on fake tensors?")
+saved_tensors_hooks = _use("torch._C._autograd._top_saved_tensors_default_hooks", _STATE)
+saved_tensors_hooks_enable = _use("torch._C._autograd._saved_tensors_hooks_enable", _STATE)
+saved_tensors_hooks_disable = _use("torch._C._autograd._saved_tensors_hooks_disable", _STATE)
+saved_tensors_hooks_get_disabled_error_message = _use(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _STATE
+)
+profiler_enabled = _use("torch._C._autograd._profiler_enabled", "are ranges wanted?")
+DeviceContext = _use("torch.utils._device.DeviceContext", "the default device")
+get_tracing_state = _use("torch._C._get_tracing_state", "does torch.jit trace?")
+
+# Autograd
+
+is_legacy_batchedtensor = _use(
+    "torch._C._functorch.is_legacy_batchedtensor", "batches of gradients that torch.autograd makes itself are refused"
+)
+_ORDER = "in which order a gradient of a gradient takes nodes that several threads have made"
+get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
+_node_number = _use("torch._C._functions.AccumulateGrad._sequence_nr", _ORDER)
+_set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)
+get_current_graph_task_keep_graph = _use(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "will there be a second backward?"
+)
+will_engine_execute_node = _use("torch._C._will_engine_execute_node", "which gradients a backward is asked for", "2.13")
+StopRecomputationError = _use("torch.utils.checkpoint._StopRecomputationError", "a checkpoint ends its recomputing so")
+
+
+def sequence_nr(node: Any) -> int:
+    """The number by which autograd orders a node."""
+    return node._sequence_nr()
+
+
+def set_sequence_nr(node: Any, number: int) -> None:
+    """Give a node another number."""
+    node._set_sequence_nr(number)
+
+
+# Tensors
+
+_WRITTEN = "has an argument been written to?"
+_version = _use("torch.Tensor._version", _WRITTEN)
+unsafe_set_version_counter = _use("torch._C._autograd._unsafe_set_version_counter", "explain leaves no trace")
+_hooks = _use("torch.Tensor._backward_hooks", "hooks of a tensor see its gradient once, as the sum over slots")
+backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+_IN_PLACE = "may a gradient be added to in place?"
+_storage_uses = _use("torch._C._storage_Use_Count", _IN_PLACE)
+use_count = _use("torch.Tensor._use_count", _IN_PLACE)
+_base = _use("torch.Tensor._base", _IN_PLACE)
+base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors have the memory of this one."""
+    return _storage_uses(tensor.untyped_storage()._cdata)
+
+
+flatten_dense_tensors = _use("torch._utils._flatten_dense_tensors", "small tensors as one")
+unflatten_dense_tensors = _use("torch._utils._unflatten_dense_tensors", "small tensors as one")
+pytree = _use("torch.utils._pytree", "types that are registered with torch only")
+TensorBase = _use("torch._C.TensorBase", "explain refuses what takes a tensor's data away")
+
+# Modules
+
+_CALL = "two shards would swap tensors in one module: it is replaced for shards by fdp's"
+functional_call = _use("torch.nn.utils.stateless._functional_call", _CALL)
+reparametrize_module = _use("torch.nn.utils.stateless._reparametrize_module", "a module that is called in place")
+has_any_global_hook = _use("torch.nn.modules.module._has_any_global_hook", "hooks that every module has")
+_CACHE = "parametrizations are cached for the module, and not for the tensors that a shard has"
+_cache = _use("torch.nn.utils.parametrize._cache", _CACHE)
+_cache_enabled = _use("torch.nn.utils.parametrize._cache_enabled", _CACHE)
+BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
+get_privateuse1_backend_name = _use("torch._C._get_privateuse1_backend_name", "a backend in Python")
+OperatorBase = _use("torch._ops.OperatorBase", "operators may be shared by the clones of a module")
+OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "operators may be shared by the clones of a module")
+_builtins = _use("torch.jit._builtins", "torch.manual_seed is replaced, and scripts are to know it")
+
+
+def register_builtin(function: Any, name: str) -> None:
+    """Tell scripts which operator a function stands for, if torch has told them of others; else it will."""
+    if _builtins._builtin_table is not None:
+        _builtins._register_builtin(function, name)
+
+
+def parametrize_cache() -> dict[Any, Any]:
+    """What parametrizations have cached; empty where they do not."""
+    return parametrize._cache
+
+
+def is_parametrize_caching() -> bool:
+    """Whether they cache at the moment."""
+    return bool(parametrize._cache_enabled)
+
+
+# The compiler
+
+_SKIP = "the compiler skips fdp's own code, without being imported"
+set_code_exec_strategy = _use("torch._C._dynamo.eval_frame.set_code_exec_strategy", _SKIP)
+FrameExecStrategy = _use("torch._C._dynamo.eval_frame._FrameExecStrategy", _SKIP)
+FrameAction = _use("torch._C._dynamo.eval_frame._FrameAction", _SKIP)
+
+
+def graph_break(why: str) -> None:
+    """End a graph here while compiling."""
+    torch._dynamo.graph_break(msg=why)
+
+
+def fake_tensors() -> Any:
+    """The module of fake tensors, which torch imports late."""
+    return find("torch._subclasses.fake_tensor")
+
+
+def table() -> str:
+    """All of them, for the documentation."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for each in USED:
+        rows.setdefault((each.why, each.seen), []).append(f"`{each.path.removeprefix('torch.')}`")
+    lines = [f"| {', '.join(names)} | {why} | {seen} |" for (why, seen), names in rows.items()]
+    return "\n".join(["| names in `torch` | what for | seen in |", "|---|---|---|", *lines])

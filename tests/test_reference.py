@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,3 +129,10 @@ def test_the_page_on_layers_names_every_module():
 def test_a_room_says_what_it_holds():
     for path in ROOT.glob("fdp/*/__init__.py"):
         assert path.read_text(encoding="utf-8").startswith('"""'), path
+
+
+def test_no_class_is_defined_twice():
+    """One meaning a word: who searches for a name finds what it is."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("fdp/**/*.py")]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []

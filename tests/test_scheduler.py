@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fdp._execution.scheduler import Abandoned, Member, Turns, Wait
+from fdp._execution.scheduler import Abandoned, Participant, Scheduler, Waiter
 
 
 class Gate:
@@ -29,12 +29,14 @@ class Gate:
 class Thread:
     """What the model knows of one: `new`, with a `turn` (or ready for one), `waits`, `away` or `over`."""
 
-    def __init__(self, turns: Turns, parent: "Thread | None" = None, *, owns: bool = False) -> None:
-        self.member = Member(turns, [Nothing()] if owns else [], parent.member if parent is not None else None)
+    def __init__(self, scheduler: Scheduler, parent: "Thread | None" = None, *, owns: bool = False) -> None:
+        self.participant = Participant(
+            scheduler, [Nothing()] if owns else [], parent.participant if parent is not None else None
+        )
         self.gate: Any = Gate()
-        self.member.gate = self.gate
+        self.participant.gate = self.gate
         self.parent, self.state, self.did = parent, "new", set[str]()
-        self.wait = Wait(lambda: Abandoned("nobody comes"))
+        self.wait = Waiter(lambda: Abandoned("nobody comes"))
         self.is_told = False
         self.is_alone = owns  # whenever it has a turn
 
@@ -53,11 +55,11 @@ class World:
     """Three threads, the real turns, and what should be so."""
 
     def __init__(self, limit: int, kind: str) -> None:
-        self.turns, self.limit, self.kind = Turns(limit), limit, kind
-        first = Thread(self.turns, owns=kind == "one owns")
-        last = Thread(self.turns, first if kind == "one is a child" else None)
-        self.threads = [first, Thread(self.turns), last]
-        self.turns.expect(2 if last.parent else 3)
+        self.scheduler, self.limit, self.kind = Scheduler(limit), limit, kind
+        first = Thread(self.scheduler, owns=kind == "one owns")
+        last = Thread(self.scheduler, first if kind == "one is a child" else None)
+        self.threads = [first, Thread(self.scheduler), last]
+        self.scheduler.expect(2 if last.parent else 3)
         self.is_promised = False  # what the second one waits for, perhaps before it does
 
     def children(self, thread: Thread) -> list[Thread]:
@@ -95,11 +97,11 @@ class World:
 
     def do(self, index: int, what: str) -> None:
         """One step, of the model and of the real thing."""
-        thread, turns = self.threads[index], self.turns
+        thread, scheduler = self.threads[index], self.scheduler
         thread.did.add(what)
         late = self.threads[1]
         if what in ("wait", "suspend", "leave"):
-            thread.is_alone = bool(thread.member.belongings)
+            thread.is_alone = bool(thread.participant.belongings)
         thread.state = {"enter": "turn", "wait": "waits", "suspend": "away", "leave": "over"}.get(what, thread.state)
         if what == "wait" and thread is late and self.is_promised:
             thread.state = "turn"
@@ -113,18 +115,18 @@ class World:
             for other in waiting:
                 other.state, other.is_told = "turn", True
         if what == "enter":
-            turns.enter(thread.member)
+            scheduler.enter(thread.participant)
         elif what == "start":
-            turns.expect(1, thread.member)
+            scheduler.expect(1, thread.participant)
         elif what == "wait":
-            turns.wait(thread.member, thread.wait)
+            scheduler.wait(thread.participant, thread.wait)
         elif what == "resolve":
-            turns.resolve([waiting[0].wait])
+            scheduler.resolve([waiting[0].wait])
         elif what == "promise":
-            turns.resolve([late.wait])
+            scheduler.resolve([late.wait])
         else:
             thread.is_alone = thread.is_alone or what == "alone"
-            getattr(turns, what)(thread.member)
+            getattr(scheduler, what)(thread.participant)
         self.check()
 
     def _can_go_on(self, thread: Thread) -> bool:

@@ -18,7 +18,7 @@ from fdp._collectives.graph import (
     ONLY_MEETS,
     Grad,
     Meeting,
-    Part,
+    SlotGraph,
     edge_of,
     kinds_of,
     note_nodes,
@@ -87,7 +87,9 @@ def isolated(tree: Tree) -> tuple[Tree, Ends]:
 def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tree]:
     """The results of all slots, as functions of the caller's tensors."""
     results = [each.result for each in made]
-    parts = [Part.of(_differentiable(each.result), own.inner, each.met) for each, own in zip(made, ends, strict=True)]
+    parts = [
+        SlotGraph.of(_differentiable(each.result), own.inner, each.met) for each, own in zip(made, ends, strict=True)
+    ]
     meets_elsewhere = any(part.calls() - {runs.token} for part in parts)
     if meets_elsewhere:  # slots of calls around this one come to its backward, also where it has nothing to give
         parts[0] = parts[0].ending_in(torch.zeros(0, requires_grad=True))
@@ -102,7 +104,7 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
     places = {key: i for i, key in enumerate(outer)}
     lasts = [each.last for each in made]
     graph = _Graph(parts, [[places[key] for key in keys] for keys in targets], lasts, runs, meets_elsewhere, len(outer))
-    found = _Stitch.apply(graph, *outer.values(), *(starts() if meets_elsewhere else ()))
+    found = _Boundary.apply(graph, *outer.values(), *(starts() if meets_elsewhere else ()))
     if meets_elsewhere:
         count = sum(len(part.outs) for part in parts)
         note_nodes(found[:count])
@@ -127,7 +129,7 @@ def _differentiable(tree: Tree) -> list[Tensor]:
 class _Graph(NamedTuple):
     """The graphs of all slots, and for each which of the caller's tensors its inputs stand for."""
 
-    parts: list[Part]
+    parts: list[SlotGraph]
     targets: list[list[int]]
     lasts: list[int]
     runs: Runs
@@ -151,7 +153,7 @@ class _Graph(NamedTuple):
         return Ends([*targets, *_there(theirs)], [*self.parts[slot].inputs, *_there(ours)])
 
 
-class _Stitch(torch.autograd.Function):
+class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _Graph, *tensors: Tensor) -> Any:
         outer, more = tensors[: graph.width], tensors[graph.width :]

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fdp._collectives.meeting import axis_of, depth, gang_of, inside, meet, said_of
+from fdp._collectives.meeting import axis_of, depth, inside, meet, rendezvous_of, said_of
 from fdp._collectives.operations import Extreme, Operation
-from fdp._collectives.rendezvous import What
+from fdp._collectives.rendezvous import Signature
 from fdp._collectives.transpose import Fence, Handle, Note, Undifferentiable, exchanged, linked
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.slot import Axis
@@ -46,20 +46,20 @@ def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[A
     reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
 
     def combine(values: list[list[Any]]) -> list[list[Any]]:
-        columns = zip(*gang.settings.peers.everywhere(values, where, (key, same), say), strict=True)
+        columns = zip(*rendezvous.settings.peers.everywhere(values, where, (key, same), say), strict=True)
         # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
         return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
 
     if not numbers or axis.slot.count == 1:
         return [sum([x]) for x in numbers]  # as with several: bools become ints
-    gang = gang_of(axis, where)
-    index = gang.place(axis.slot)
-    key = gang.number(index, gang.number(index, ("forward", inside(axis))))
+    rendezvous = rendezvous_of(axis, where)
+    index = rendezvous.place(axis.slot)
+    key = rendezvous.number(index, rendezvous.number(index, ("forward", inside(axis))))
 
     def say() -> str:
         return said_of(same, ["a tensor"] * sum(same[1]))
 
-    return gang.meet(index, key, What(where, ("numbers", same), say), numbers, combine)
+    return rendezvous.meet(index, key, Signature(where, ("numbers", same), say), numbers, combine)
 
 
 def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any) -> Sequence[Tensor]:
@@ -70,24 +70,26 @@ def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any
     if axis.slot.count == 1:
         found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
         return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several
-    gang = gang_of(axis, operation.name)
-    index, forward = gang.place(axis.slot), ("forward", inside(axis))
-    if gang.settings.joint:
-        if depth() > gang.settings.depth:
+    rendezvous = rendezvous_of(axis, operation.name)
+    index, forward = rendezvous.place(axis.slot), ("forward", inside(axis))
+    if rendezvous.settings.joint:
+        if depth() > rendezvous.settings.depth:
             raise RuntimeError(
                 f"{operation.name}: torch.func transforms around the call and inside the mapped function, which is not "
                 "supported where slots meet; fdp.grad and its kin count as inside. Transform on one side only: by "
                 "torch.func.grad(torch.func.grad(f)), where f is fdp.dp_apply of the loss with out_dims='mean'; or by "
                 "torch.autograd.grad of what fdp.grad returns, for arguments that require grad"
             )
-        met = meet(gang, index, gang.number(index, gang.number(index, forward)), operation, tensors, same)
-        return Fence.apply(gang.token, *met.found)
+        met = meet(
+            rendezvous, index, rendezvous.number(index, rendezvous.number(index, forward)), operation, tensors, same
+        )
+        return Fence.apply(rendezvous.token, *met.found)
     if is_forward_mode():
         raise RuntimeError(
             f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
             "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
         )
-    handle = Handle(gang.token, gang.number(index, forward), same)
+    handle = Handle(rendezvous.token, rendezvous.number(index, forward), same)
     if depth() > 0:
         return linked(handle, operation, Note(), tensors)
     return exchanged(handle, operation, tensors)

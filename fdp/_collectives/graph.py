@@ -65,7 +65,7 @@ def _nodes(ends: Iterable[Any], seen: set[Any]) -> list[Any]:
     return found
 
 
-class Part(NamedTuple):
+class SlotGraph(NamedTuple):
     """The graph of a slot: from outputs to inputs, with the nodes where it meets others, each by its exchange."""
 
     outs: list[Tensor]
@@ -74,7 +74,7 @@ class Part(NamedTuple):
     leads_to_all: bool  # a backward from all outputs comes to all meetings
 
     @staticmethod
-    def of(outs: list[Tensor], inputs: Sequence[Tensor], met: Iterable[Any] = ()) -> "Part":
+    def of(outs: list[Tensor], inputs: Sequence[Tensor], met: Iterable[Any] = ()) -> "SlotGraph":
         """With leaves that are used by another way than through the inputs as more inputs; it has `met` there too."""
         ids, seen = {id(x) for x in inputs}, {x.grad_fn for x in inputs}
         reached = _nodes((x.grad_fn for x in outs), seen)
@@ -82,9 +82,9 @@ class Part(NamedTuple):
         leaves = [x for x in outs if x.is_leaf] + [x.variable for x in (*reached, *others) if _is_of_leaf(x)]
         more = {id(x): x for x in leaves if x.requires_grad and id(x) not in ids}
         meetings = {x.meeting.number: x for x in (*reached, *others) if _meets(x)}
-        return Part(outs, [*inputs, *more.values()], meetings, not any(map(_meets, others)))
+        return SlotGraph(outs, [*inputs, *more.values()], meetings, not any(map(_meets, others)))
 
-    def ending_in(self, leaf: Tensor) -> "Part":
+    def ending_in(self, leaf: Tensor) -> "SlotGraph":
         """With one more output that depends on nothing."""
         return self._replace(outs=[*self.outs, leaf], inputs=[*self.inputs, leaf])
 
@@ -135,7 +135,7 @@ def edge_of(node: Any) -> tuple[GradientEdge, Tensor]:
     return GradientEdge(node, i), torch.zeros(shape, dtype=dtype, device=device)
 
 
-def waited_for(parts: Sequence[Part], given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
+def waited_for(parts: Sequence[SlotGraph], given: Sequence[Sequence[Grad]]) -> list[list[Any]]:
     """For each slot, the nodes where others wait for it in a backward though no gradient of its own leads there.
 
     They meet where a backward of one device comes to, which has one graph of all.
@@ -158,7 +158,7 @@ def waited_for(parts: Sequence[Part], given: Sequence[Sequence[Grad]]) -> list[l
     return [part.beside(each, wanted) for part, each in zip(parts, given, strict=True)]
 
 
-def _check_all_have(parts: Sequence[Part], number: Any, what: str) -> None:
+def _check_all_have(parts: Sequence[SlotGraph], number: Any, what: str) -> None:
     for i, part in enumerate(parts):
         if number not in part.meetings:
             raise RuntimeError(
@@ -170,7 +170,7 @@ def _check_all_have(parts: Sequence[Part], number: Any, what: str) -> None:
 def captured(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
     """Leaves that outputs depend on by another way than through the inputs."""
     known = list(inputs)
-    return Part.of(list(outputs), known).captured(known)
+    return SlotGraph.of(list(outputs), known).captured(known)
 
 
 def refuse_batched(grads: Iterable[Any], what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from fdp._collectives.boundary import Ends, Made, Runs, isolated, made, stitched
 from fdp._collectives.meeting import depth
 from fdp._collectives.rendezvous import Settings
-from fdp._collectives.slot_threads import Outcome, run_gang, run_gang_here
+from fdp._collectives.slot_threads import Outcome, run_slots, run_slots_here
 from fdp._execution.patches import install, is_forward_mode
 from fdp._execution.pool import cores
 from fdp._execution.thread_state import ThreadState, why_not_together
@@ -98,7 +98,7 @@ def _run(
     before = torch.get_num_threads()
     try:
         chosen = [[tasks[i] for i in group] for group in groups]
-        run = run_gang_here if here else run_gang
+        run = run_slots_here if here else run_slots
         return run(chosen, [[slots[i] for i in group] for group in groups], settings, token)
     finally:
         if settings.threads != before:  # what a slot sets is also that of threads to come

@@ -9,7 +9,7 @@ from torch import Tensor
 from fdp._collectives.anchors import are_from_outside
 from fdp._collectives.operations import Operation
 from fdp._collectives.packing import layout_of, packed, unpacked
-from fdp._collectives.rendezvous import Gang, What
+from fdp._collectives.rendezvous import Rendezvous, Signature
 from fdp._execution.restart import Together
 from fdp._placement.moves import copy
 from fdp._placement.peers import PeerCall
@@ -44,20 +44,20 @@ def depth() -> int:
     return 0 if stack is None else len(stack)
 
 
-def gang_of(axis: Axis, where: str) -> Gang:
+def rendezvous_of(axis: Axis, where: str) -> Rendezvous:
     if IN_PLACE.get():
         raise RuntimeError(
             f"{where}: in a module that is called in place, because something in it leads back to it (a hook that "
             "closes over the module, a compiled module, ...), slots would wait for each other. Remove what leads back"
         )
-    if axis.gang is None:
+    if axis.rendezvous is None:
         axis.wanted.append(where)
         raise Together(where, axis.wanted)
-    return axis.gang
+    return axis.rendezvous
 
 
 def meet(
-    gang: Gang,
+    rendezvous: Rendezvous,
     index: int,
     key: Any,
     operation: Operation,
@@ -69,7 +69,7 @@ def meet(
     if index == 0:
         report_collective(operation.name, tensors)
     kinds = [operation.kind(x, i) for i, x in enumerate(tensors)]
-    packs = not gang.settings.joint and operation.elementwise and len(tensors) > 1
+    packs = not rendezvous.settings.joint and operation.elementwise and len(tensors) > 1
     layout = layout_of(tensors) if packs else None
     sent = tensors if layout is None else packed(tensors, layout)
 
@@ -92,13 +92,13 @@ def meet(
             return exchanged(values)
 
     def exchanged(values: list[Any]) -> list[Met]:
-        devices = [slot.device for slot in gang.slots]
+        devices = [slot.device for slot in rendezvous.slots]
         operations, columns, needed, outside, marks = zip(*values, strict=True)
         results: list[list[Tensor]] = [[] for _ in values]
         moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
-        peers, name = gang.settings.peers, operation.name
+        peers, name = rendezvous.settings.peers, operation.name
         own = any(needed), all(map(all, marks))
-        table = peers.agree(name, (key, kinds, operation.options()), say, own, joint=gang.settings.joint)
+        table = peers.agree(name, (key, kinds, operation.options()), say, own, joint=rendezvous.settings.joint)
         is_from_outside = peers.has_others()  # of which it is not known
         if any(needed) and not all(needed) and not is_from_outside:
             is_from_outside = any(ask() for ask, is_needed in zip(outside, needed, strict=True) if is_needed)
@@ -120,10 +120,10 @@ def meet(
             vars(other).update(vars(operations[0]))  # the sizes that it has seen
         return [Met(result, needed, each, is_from_outside) for result, each in zip(results, reached, strict=True)]
 
-    own = [x.detach() for x in sent] if not gang.settings.joint and depth() == 0 else sent
+    own = [x.detach() for x in sent] if not rendezvous.settings.joint and depth() == 0 else sent
     value = operation, own, needs, are_from_outside(tensors), [True] * len(tensors) if given is None else given
-    what = What(operation.name, (same, kinds), say)
-    met = gang.meet(index, key, what if is_forward else what._replace(advice=_IN_A_GRADIENT), value, combine)
+    what = Signature(operation.name, (same, kinds), say)
+    met = rendezvous.meet(index, key, what if is_forward else what._replace(advice=_IN_A_GRADIENT), value, combine)
     return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
 
 
@@ -180,7 +180,7 @@ class _Moved(Sequence[Tensor]):
 
 
 class _Leaves(NamedTuple):
-    """What the log of `transfers` calls what is exchanged."""
+    """Signature the log of `transfers` calls what is exchanged."""
 
     name: str
 

@@ -1,6 +1,6 @@
 """Where the slots of a call meet that are all alive at once.
 
-What holds at any time:
+Signature holds at any time:
 
 - A meeting has a key: what kind it is, and its how-many-th of this kind for a slot. It is in `_meetings` from when the
   first slot comes until slot 0 has seen all, and each slot comes once.
@@ -9,9 +9,9 @@ What holds at any time:
   and to end happen under one lock, so one of the two sees the other.
 - Results are read without the lock, after the wait for them is over, when nobody changes them any more.
 
-`meet` is called by the member of a slot, in its turn; `end` by anyone. `_lock` is held while somebody comes or ends,
-and errors are made under it from what is there. It is not held while waits are resolved, which takes the lock of the
-turns, nor while values are combined.
+`meet` is called by the participant of a slot, in its turn; `end` by anyone. `_lock` is held while somebody comes or
+ends, and errors are made under it from what is there. It is not held while waits are resolved, which takes the lock of
+the scheduler, nor while values are combined.
 """
 
 import os
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, final
 
 from fdp._execution.interrupts import soon
 from fdp._execution.patches import firm
-from fdp._execution.scheduler import Abandoned, Turns, Wait, this_member
+from fdp._execution.scheduler import Abandoned, Scheduler, Waiter, this_participant
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot, check_process, text_of
 from fdp._trees.listing import differing
 
 
-class What(NamedTuple):
+class Signature(NamedTuple):
     """Which collective a slot is in, and what has to be the same on all slots."""
 
     name: str
@@ -55,11 +55,11 @@ class Settings(NamedTuple):
 
 
 @final
-class Gang:
+class Rendezvous:
     """The slots of a call that run together, and where they meet."""
 
-    def __init__(self, slots: Sequence[Slot], settings: Settings, turns: Turns, token: object) -> None:
-        self.slots, self.settings, self.turns, self.token = slots, settings, turns, token
+    def __init__(self, slots: Sequence[Slot], settings: Settings, scheduler: Scheduler, token: object) -> None:
+        self.slots, self.settings, self.scheduler, self.token = slots, settings, scheduler, token
         self.process = os.getpid()
         self.first = slots[0].index  # those of other processes may come before
         self.run = object()  # of the runs under a token, such as a forward and its backward, this one
@@ -79,16 +79,16 @@ class Gang:
         self._met[index][key] += 1
         return key, self._met[index][key]
 
-    def meet(self, index: int, key: Any, what: What, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait until all slots are here with the same; slot 0 combines their values to one for each.
+    def meet(self, index: int, key: Any, what: Signature, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
+        """Waiter until all slots are here with the same; slot 0 combines their values to one for each.
 
         Always the same slot: memory that a thread has freed serves the next results.
         """
-        member = this_member()
+        participant = this_participant()
         check_process(self.process, what.name)
-        if member is None:
+        if participant is None:
             raise RuntimeError(f"{what.name}: this thread is none of fdp's; call collectives where the function runs")
-        if member.turns is not self.turns or firm() > member.firm:
+        if participant.scheduler is not self.scheduler or firm() > participant.firm:
             raise RuntimeError(
                 f"{what.name}: slots cannot wait for each other inside forward-mode differentiation (jvp, jacfwd, "
                 "hessian), in a module that is called in place, or in a thread that the function has started"
@@ -105,9 +105,9 @@ class Gang:
             wait.explain = None
             wait.check()
         if complete and index != 0:
-            self.turns.resolve([meeting.waits[0]])
+            self.scheduler.resolve([meeting.waits[0]])
         if not complete or index != 0:
-            member.wait(wait)
+            participant.wait(wait)
         if index == 0:
             with self._lock:
                 del self._meetings[key]
@@ -125,7 +125,7 @@ class Gang:
                         if other != index and not wait.is_over:
                             wait.error = meeting.explain(other)
                             vain.append(wait)
-        soon(partial(self.turns.resolve, vain))
+        soon(partial(self.scheduler.resolve, vain))
 
     def clear(self) -> None:
         """Let go of what refers to this, and of meetings that did not take place."""
@@ -137,14 +137,14 @@ class Gang:
         return not self._ended.keys().isdisjoint(missing)
 
     def where(self, missing: Sequence[int], own: str) -> str:
-        """What those do for whom a slot waits."""
+        """Signature those do for whom a slot waits."""
         said = []
         for other in missing:
             if other in self._ended:
                 said.append(f"shard {self.first + other}, which {self._ended[other]}")
                 continue
             at = [meeting.named(other) for meeting in list(self._meetings.values()) if other in meeting.whats]
-            at += [wait.where.name for wait in self.turns.waits() if (self, other) in wait.where.inside]
+            at += [wait.where.name for wait in self.scheduler.waits() if (self, other) in wait.where.inside]
             name = f"shard {self.first + other}, which"
             waits = " and ".join(x + " elsewhere" * (x == own) for x in dict.fromkeys(at))
             said.append(f"{name} waits in {waits}" if at else f"{name} has not come to it")
@@ -155,35 +155,35 @@ class Where(NamedTuple):
     """The collective that a thread waits in, and the slots that it is inside of."""
 
     name: str
-    inside: list[tuple[Gang, int]]
+    inside: list[tuple[Rendezvous, int]]
 
 
 @final
 class _Meeting:
-    def __init__(self, gang: Gang) -> None:
-        self._gang = gang
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self.values: dict[int, Any] = {}
-        self.whats: dict[int, What] = {}
-        self.waits: dict[int, Wait] = {}
+        self.whats: dict[int, Signature] = {}
+        self.waits: dict[int, Waiter] = {}
         self.results: list[Any] = []
         self._is_nested = False
 
     def missing(self) -> list[int]:
         """Without whom it cannot be concluded."""
-        absent = [i for i in range(len(self._gang.slots)) if i not in self.values]
+        absent = [i for i in range(len(self._rendezvous.slots)) if i not in self.values]
         return absent or [0]
 
-    def come(self, index: int, what: What, value: Any) -> Wait:
+    def come(self, index: int, what: Signature, value: Any) -> Waiter:
         self.values[index], self.whats[index] = value, what
         axes = AXES.get()
         self._is_nested = len(axes) > 1
-        inside = [(axis.gang, axis.gang.place(axis.slot)) for axis in axes if axis.gang is not None]
-        return self.waits.setdefault(index, Wait(lambda: self.explain(index), Where(self.named(index), inside)))
+        inside = [(axis.rendezvous, axis.rendezvous.place(axis.slot)) for axis in axes if axis.rendezvous is not None]
+        return self.waits.setdefault(index, Waiter(lambda: self.explain(index), Where(self.named(index), inside)))
 
     def named(self, index: int) -> str:
         """The collective that a slot is in, with its axis where there are several."""
         name = self.whats[index].name
-        return f"{name} over {self._gang.slots[0].axis_name!r}" if self._is_nested else name
+        return f"{name} over {self._rendezvous.slots[0].axis_name!r}" if self._is_nested else name
 
     def conclude(self, combine: Callable[[list[Any]], list[Any]]) -> None:
         """Combine the values, and let all go on."""
@@ -196,20 +196,20 @@ class _Meeting:
             raise
         finally:
             self.values.clear()
-            soon(partial(self._gang.turns.resolve, list(self.waits.values())))
+            soon(partial(self._rendezvous.scheduler.resolve, list(self.waits.values())))
 
     def explain(self, index: int) -> Exception:
         """Whom a slot waits for that will not come."""
         name, missing = self.named(index), self.missing()
         error = Abandoned(
-            f"{name} in shard {self._gang.first + index} waits for {self._gang.where(missing, name)}. "
+            f"{name} in shard {self._rendezvous.first + index} waits for {self._rendezvous.where(missing, name)}. "
             f"{self.whats[index].advice}"
         )
-        error.follows = self._gang.have_ended(missing)
+        error.follows = self._rendezvous.have_ended(missing)
         return error
 
     def _check(self) -> None:
-        whats = [(self._gang.first + i, what) for i, what in sorted(self.whats.items())]
+        whats = [(self._rendezvous.first + i, what) for i, what in sorted(self.whats.items())]
         first = whats[0][1]
         if any(what.name != first.name for _, what in whats):
             each = ", ".join(f"{what.name} in shard {i}" for i, what in whats)

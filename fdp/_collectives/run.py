@@ -30,7 +30,7 @@ from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
@@ -91,7 +91,7 @@ def thread_safe(fn: Function) -> Function:
     return fn
 
 
-def slots_of(plan: Plan, axis_name: str, peers: PeerCall = ALONE_IN_CALL) -> list[Slot]:
+def slots_of(plan: Partition, axis_name: str, peers: PeerCall = ALONE_IN_CALL) -> list[Slot]:
     """The place of every shard of a plan, counted over all processes."""
     ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
     several = len(ranks) < len(plan.slots)

@@ -2,19 +2,20 @@
 
 What holds at any time:
 
-- Each slot has a thread of the pool, or slot 0 the calling one. Its thread is a `Member` of the turns of its gang,
-  which are those of the member that called, if there is one. So nested calls take turns with those around them.
-- Before threads begin they are expected in the turns, in one step with it where others take these turns already. So
+- Each slot has a thread of the pool, or slot 0 the calling one. Its thread is a `Participant` of the scheduler of its
+  rendezvous, which is that of the participant that called, if there is one. So nested calls take turns with those
+  around them.
+- Before threads begin the scheduler expects them, in one step with it where others take its turns already. So
   nobody is told that nobody comes while some are on their way.
-- A slot ends in its gang before its turn ends. So who waits for it is told while somebody still runs.
+- A slot ends in its rendezvous before its turn ends. So who waits for it is told while somebody still runs.
 - Who calls gives its turn back while it waits for its slots, and takes it again before it goes on, also after an
   interrupt. What it cannot give back (see `patches.firm`) makes the slots take turns of their own.
 - A slot with generators of its own has them, with the lock of the process, only while it has a turn.
 
-`run_gang` and `run_gang_here` may be called from any thread. `_serve` runs in the pool, `_serve_here` in the caller.
-Locks are those of the turns and of the gang; neither is held where the other is taken, nor where code of the user's
-runs. What changes turns that others take is shielded, because an interrupt may come between any two steps of the main
-thread.
+`run_slots` and `run_slots_here` may be called from any thread. `_serve` runs in the pool, `_serve_here` in the caller.
+Locks are those of the scheduler and of the rendezvous; neither is held where the other is taken, nor where code of the
+user's runs. What changes a scheduler that others use is shielded, because an interrupt may come between any two steps
+of the main thread.
 """
 
 import contextvars
@@ -27,12 +28,12 @@ from typing import Any, NamedTuple, final
 import torch
 
 from fdp._collectives.anchors import ANCHORS
-from fdp._collectives.rendezvous import Gang, Settings
+from fdp._collectives.rendezvous import Rendezvous, Settings
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import firm
 from fdp._execution.pool import Job, begin, is_any_at_work
 from fdp._execution.random import KeptGenerators, OwnGenerators
-from fdp._execution.scheduler import MEMBER, Abandoned, Member, Turns, this_member
+from fdp._execution.scheduler import PARTICIPANT, Abandoned, Participant, Scheduler, this_participant
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import (
     EXCLUSIVE,
@@ -60,7 +61,7 @@ class Outcome(NamedTuple):
     failures: list[tuple[Slot, Exception]]
 
 
-def run_gang(
+def run_slots(
     tasks: Sequence[Sequence[Task]], slots: Sequence[Sequence[Slot]], settings: Settings, token: object
 ) -> Outcome:
     """Run the tasks of each slot in a thread of its own, so many at a time.
@@ -70,41 +71,41 @@ def run_gang(
     """
     if settings.seed is not None:
         be_alone()  # nobody else is to draw from what its slots draw from
-    run = _Run(tasks, slots, settings, token, settings.limit)
+    run = _Lockstep(tasks, slots, settings, token, settings.limit)
     if settings.seed is None and (settings.limit == 1 or EXCLUSIVE.is_here()):
         run.take_seed()
     return run.outcome(run.in_threads)
 
 
-def run_gang_here(
+def run_slots_here(
     tasks: Sequence[Sequence[Task]], slots: Sequence[Sequence[Slot]], settings: Settings, token: object
 ) -> Outcome:
-    """`run_gang` with slot 0 in the calling thread; the others begin when it first meets them, else after it.
+    """`run_slots` with slot 0 in the calling thread; the others begin when it first meets them, else after it.
 
     So that a function with effects runs as it would without collectives, until it calls one.
     """
-    run = _Run(tasks, slots, settings, token, 1)
+    run = _Lockstep(tasks, slots, settings, token, 1)
     return run.outcome(run.here)
 
 
-def _turns(limit: int) -> tuple[Member | None, Turns]:
-    """The turns that slots take part in, and the member that waits for them meanwhile.
+def _scheduler(limit: int) -> tuple[Participant | None, Scheduler]:
+    """The turns that slots take part in, and the participant that waits for them meanwhile.
 
     Where this thread has something that it cannot give back, it keeps its turn, and the slots have turns of their own.
     """
-    around, slot = this_member(), MEMBER.get()
+    around, slot = this_participant(), PARTICIPANT.get()
     if around is None and slot is not None and slot.belongings:
         raise RuntimeError(
             "a call with collectives in a thread that a slot has started, while the slot has the random generators. "
             "Call it in the thread where the function runs, or mark the function with fdp.thread_safe"
         )
     if around is not None and firm() <= around.firm:
-        return around, around.turns
-    return None, Turns(1 if EXCLUSIVE.is_here() else limit)
+        return around, around.scheduler
+    return None, Scheduler(1 if EXCLUSIVE.is_here() else limit)
 
 
 @final
-class _Run:
+class _Lockstep:
     def __init__(
         self,
         tasks: Sequence[Sequence[Task]],
@@ -113,15 +114,15 @@ class _Run:
         token: object,
         limit: int,
     ) -> None:
-        self._around, turns = _turns(limit)
+        self._around, scheduler = _scheduler(limit)
         self._is_lent = EXCLUSIVE.is_here() if self._around is None else LENT.get()
-        self._gang = Gang([places[0] for places in slots], settings, turns, token)
+        self._rendezvous = Rendezvous([places[0] for places in slots], settings, scheduler, token)
         self._tasks, self._slots, self._settings = tasks, slots, settings
         self._results: list[list[Any]] = [[] for _ in tasks]
         self._errors: dict[int, tuple[Slot, BaseException]] = {}
         self._jobs: Sequence[Job] = ()
         self._left: SimpleQueue[None] = SimpleQueue()
-        self._first: Member | None = None  # of slot 0, where it runs in the calling thread
+        self._first: Participant | None = None  # of slot 0, where it runs in the calling thread
         self._randoms: list[OwnGenerators] = []
         self._has_taken = False
 
@@ -133,12 +134,12 @@ class _Run:
                 around.suspend()
             try:
                 run()
-                check_process(self._gang.process)
+                check_process(self._rendezvous.process)
             except BaseException:
                 self._give_up()
                 raise
             finally:
-                if around is not None and not is_forked(self._gang.process):
+                if around is not None and not is_forked(self._rendezvous.process):
                     around.begin()
             self._leave_seed()
             return self._outcome()
@@ -152,13 +153,13 @@ class _Run:
 
     def here(self) -> None:
         """Slot 0 in the calling thread."""
-        self._gang.start = self._start_others
+        self._rendezvous.start = self._start_others
         self._serve_here(0)
         if self._jobs:
             self._wait()
             return
         # It has met nobody: the others run after it, as if there were no collectives.
-        self._gang.start = None
+        self._rendezvous.start = None
         for index in range(1, len(self._tasks)):
             self._serve_here(index)
 
@@ -183,15 +184,15 @@ class _Run:
         jobs = [Job(partial(self._serve, *place), partial(self._left.put, None)) for place in contexts]
 
         def start() -> None:
-            self._jobs, self._gang.start = jobs, None
-            self._gang.turns.expect(len(jobs), self._around)
+            self._jobs, self._rendezvous.start = jobs, None
+            self._rendezvous.scheduler.expect(len(jobs), self._around)
             try:
                 begin(jobs)
             except RuntimeError:  # there can be no more threads
-                self._gang.turns.expect(-len(jobs), self._around)
+                self._rendezvous.scheduler.expect(-len(jobs), self._around)
                 raise
 
-        if MEMBER.get() is None:  # nobody else takes these turns yet
+        if PARTICIPANT.get() is None:  # nobody else takes these turns yet
             start()
         else:
             shielded(start)
@@ -206,22 +207,22 @@ class _Run:
         except BaseException as error:
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
-            check_process(self._gang.process)
-            self._gang.end(index, self._how(index))
+            check_process(self._rendezvous.process)
+            self._rendezvous.end(index, self._how(index))
 
     def _serve_here(self, index: int) -> None:
         """What the calling thread does for a slot; raises what is no Exception."""
         around, faking = self._around, self._settings.state.fake is not None
         keeps = index == 0 and not faking and (around is None or not around.belongings)
-        member = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
-        self._first = member
+        participant = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
+        self._first = participant
         before = torch_private.is_multithreading_enabled()
         try:
             torch_private.set_multithreading_enabled(before and index > 0)
-            shielded(partial(self._gang.turns.expect, 1, around))
-            contextvars.copy_context().run(self._run_as, index, member)
+            shielded(partial(self._rendezvous.scheduler.expect, 1, around))
+            contextvars.copy_context().run(self._run_as, index, participant)
         except Exception as error:
-            if is_forked(self._gang.process):
+            if is_forked(self._rendezvous.process):
                 raise
             self._errors.setdefault(index, (self._slots[index][0], error))
         finally:
@@ -234,32 +235,34 @@ class _Run:
         self._randoms += [] if random is None else [random]
         self._run_as(index, self._member([] if random is None else [random]), random)
 
-    def _member(self, own: Sequence[OwnGenerators]) -> Member:
+    def _member(self, own: Sequence[OwnGenerators]) -> Participant:
         """With generators of its own, or those of the one that waits for it."""
         around = self._around
-        return Member(self._gang.turns, own or (around.belongings if around is not None else ()), around, firm())
+        return Participant(
+            self._rendezvous.scheduler, own or (around.belongings if around is not None else ()), around, firm()
+        )
 
-    def _run_as(self, index: int, member: Member, random: OwnGenerators | None = None) -> None:
-        MEMBER.set(member)
+    def _run_as(self, index: int, participant: Participant, random: OwnGenerators | None = None) -> None:
+        PARTICIPANT.set(participant)
         beside = SIDE_BY_SIDE.get()
-        SIDE_BY_SIDE.set(_Place(member, beside.around if isinstance(beside, _Place) else beside))
+        SIDE_BY_SIDE.set(_PlaceInTurn(participant, beside.around if isinstance(beside, _PlaceInTurn) else beside))
         LENT.set(self._is_lent)
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
         ANCHORS.set(())  # each thread has a graph of its own
-        member.begin()
+        participant.begin()
         try:
             for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
                 try:
                     if slot.piece and random is not None:
                         random.renew(slot.piece)
-                    self._results[index].append(run_in_slot(slot, task, gang=self._gang))
+                    self._results[index].append(run_in_slot(slot, task, rendezvous=self._rendezvous))
                 except BaseException as error:
                     self._errors[index] = slot, error
                     raise
         finally:
-            check_process(self._gang.process)
-            self._gang.end(index, self._how(index))  # before its turn ends, and nobody can go on
-            member.end()
+            check_process(self._rendezvous.process)
+            self._rendezvous.end(index, self._how(index))  # before its turn ends, and nobody can go on
+            participant.end()
 
     def _how(self, index: int) -> str:
         if index not in self._errors:
@@ -276,7 +279,7 @@ class _Run:
 
     def _give_up(self) -> None:
         """After an interrupt: the slots stop at their next collective. Wait until they have."""
-        if is_forked(self._gang.process):
+        if is_forked(self._rendezvous.process):
             return
         try:
             shielded(self._end)
@@ -287,7 +290,7 @@ class _Run:
 
     def _end(self) -> None:
         for index in range(len(self._tasks)):
-            self._gang.end(index, "was interrupted")
+            self._rendezvous.end(index, "was interrupted")
         if self._first is not None:
             self._first.leave()
 
@@ -301,7 +304,7 @@ class _Run:
         """Let go: tracebacks hold this object."""
         self._errors.clear()
         self._tasks, self._results, self._jobs = (), [], ()
-        self._gang.clear()
+        self._rendezvous.clear()
 
     def _outcome(self) -> Outcome:
         for _, error in self._errors.values():
@@ -315,14 +318,14 @@ class _Run:
         return Outcome(self._results, failures)
 
 
-class _Place(NamedTuple):
+class _PlaceInTurn(NamedTuple):
     """Of a slot among the others: see `Beside`."""
 
-    member: Member
+    participant: Participant
     around: Beside | None  # of a call around those that take turns
 
     def alone(self) -> None:
-        self.member.alone()
+        self.participant.alone()
         if self.around is not None:
-            with self.member.without_belongings():
+            with self.participant.without_belongings():
                 self.around.alone()

@@ -10,7 +10,7 @@ from fdp._collectives.anchors import add_ends, starts
 from fdp._collectives.graph import ONLY_MEETS, Grad, Meeting, kinds_of, note_nodes, refuse_batched
 from fdp._collectives.meeting import OF, meet
 from fdp._collectives.operations import Extreme, Operation
-from fdp._collectives.rendezvous import Gang
+from fdp._collectives.rendezvous import Rendezvous
 from fdp._placement.moves import is_inexact
 from fdp._placement.slot import AXES
 
@@ -26,11 +26,11 @@ class Handle:
     def __init__(self, token: object, key: Any, same: Any) -> None:
         self.token, self.key, self.same = token, key, same
 
-    def gang(self, name: str) -> tuple[Gang, int]:
+    def rendezvous(self, name: str) -> tuple[Rendezvous, int]:
         """Where the slots of that call are now: still running, or running its backward."""
         for axis in reversed(AXES.get()):
-            if axis.gang is not None and axis.gang.token is self.token:
-                return axis.gang, axis.gang.place(axis.slot)
+            if axis.rendezvous is not None and axis.rendezvous.token is self.token:
+                return axis.rendezvous, axis.rendezvous.place(axis.slot)
         raise RuntimeError(
             f"{name}: its gradient was asked for where the slots of its call do not run. Differentiate inside the "
             "mapped function, or what the call returned"
@@ -72,10 +72,10 @@ class Linear(torch.autograd.Function):
     def forward(handle: Handle, operation: Operation, note: Note, anchors: int, *tensors: Tensor) -> Any:
         count = len(tensors) - anchors
         tensors, more = tensors[:count], tensors[count:]
-        gang, index = handle.gang(operation.name)
-        key = gang.number(index, handle.key)
-        met = meet(gang, index, key, operation, tensors, handle.same, note.given)
-        note.number, note.reached = (gang.run, key), met.reached
+        rendezvous, index = handle.rendezvous(operation.name)
+        key = rendezvous.number(index, handle.key)
+        met = meet(rendezvous, index, key, operation, tensors, handle.same, note.given)
+        note.number, note.reached = (rendezvous.run, key), met.reached
         return *(met.found or (x.clone() for x in tensors)), *(x.clone() for x in more)
 
     @staticmethod
@@ -160,9 +160,9 @@ def exchanged(
     handle: Handle, operation: Operation, tensors: Sequence[Tensor], given: Sequence[bool] | None = None
 ) -> Sequence[Any]:
     """A collective outside of torch.func: its results, functions of the tensors if some slot needs a gradient."""
-    gang, index = handle.gang(operation.name)
-    key = gang.number(index, handle.key)
-    met = meet(gang, index, key, operation, tensors, handle.same, given)
+    rendezvous, index = handle.rendezvous(operation.name)
+    key = rendezvous.number(index, handle.key)
+    met = meet(rendezvous, index, key, operation, tensors, handle.same, given)
     if not met.found or not met.is_needed:
         return _some(met.found, met.reached)
     # On all slots, if on one: a gradient meets the others as the collective did.
@@ -171,7 +171,9 @@ def exchanged(
     tensors = attached(tensors) if met.is_from_outside or not more else tensors
     is_recorded = torch.is_grad_enabled()
     with torch.set_grad_enabled(is_recorded or bool(more)):  # where the gradients of other slots will meet
-        found = _without(Known.apply(handle, operation, (gang.run, key), met.found, *tensors, *more), len(tensors))
+        found = _without(
+            Known.apply(handle, operation, (rendezvous.run, key), met.found, *tensors, *more), len(tensors)
+        )
     note_nodes(found)
     return _some(found if is_recorded else [x.detach() for x in found], met.reached)
 
@@ -227,7 +229,7 @@ class Fence(Identity):
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
-        if any(axis.gang is not None and axis.gang.token is ctx.known for axis in AXES.get()):
+        if any(axis.rendezvous is not None and axis.rendezvous.token is ctx.known for axis in AXES.get()):
             raise RuntimeError(
                 "a gradient was asked for inside a mapped function, through a collective, while the call is "
                 "transformed by torch.func from outside, which is not supported. Transform on one side only: write the "

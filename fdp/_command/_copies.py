@@ -29,7 +29,7 @@ ADVICE = (
 )
 
 
-class Fault(NamedTuple):
+class CopyFault(NamedTuple):
     """A copy that went wrong."""
 
     source: str
@@ -65,7 +65,7 @@ def check_copies(devices: Sequence[torch.device], move: Move = move) -> Result:
     return Result("copies", "failed", summary, ADVICE, lines, details)
 
 
-def faults_of(pairs: Sequence[tuple[torch.device, torch.device]], move: Move) -> Iterator[Fault]:
+def faults_of(pairs: Sequence[tuple[torch.device, torch.device]], move: Move) -> Iterator[CopyFault]:
     """Every copy of the check that does not hold what it should.
 
     No two copies have the same contents. Else memory that held them before, and that the allocator gives out again,
@@ -75,7 +75,7 @@ def faults_of(pairs: Sequence[tuple[torch.device, torch.device]], move: Move) ->
     for (source, target), nbytes, form in itertools.product(pairs, SIZES, FORMS):
         text = _tried(source, target, nbytes // 4, form, next(salts), move)
         if text is not None:
-            yield Fault(str(source), str(target), nbytes, form, text)
+            yield CopyFault(str(source), str(target), nbytes, form, text)
 
 
 def _tried(source: torch.device, target: torch.device, count: int, form: str, salt: int, move: Move) -> str | None:

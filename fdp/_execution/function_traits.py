@@ -109,11 +109,11 @@ def meets(fn: Any) -> bool:
     the call they would meet in other runs than their own.
     """
     known, calls = must_run_together(fn), CALLS.get()
-    gang = next((axis.gang for axis in AXES.get() if axis.gang is not None), None)
-    if gang is None or calls is None:
+    rendezvous = next((axis.rendezvous for axis in AXES.get() if axis.rendezvous is not None), None)
+    if rendezvous is None or calls is None:
         return known
     calls.count += 1
-    return gang.known.setdefault((*calls.path, calls.count), known)
+    return rendezvous.known.setdefault((*calls.path, calls.count), known)
 
 
 def remember_together(fn: Any) -> None:

@@ -12,9 +12,9 @@ What holds at any time:
 - Work may wait for other threads, for a turn for instance. The main thread waits meanwhile, so nobody else needs the
   helper. It must not ask for shielded work itself; nothing does, because only the main thread is helped.
 
-Both functions may be called from any thread and with locks held that the work does not take. `_Job._over` is a lock
-that is used as an event: nobody holds it. `_Helper._lock` is held for one look at a flag. A forked child starts
-another helper.
+Both functions may be called from any thread and with locks held that the work does not take. `_ShieldedWork._over`
+is a lock that is used as an event: nobody holds it. `_Helper._lock` is held for one look at a flag. A forked child
+starts another helper.
 """
 
 import os
@@ -31,7 +31,7 @@ def shielded(work: Work) -> None:
     if not _is_main():
         work()
         return
-    helper, job = _HELPER, _Job(work)
+    helper, job = _HELPER, _ShieldedWork(work)
     helper.start()
     try:
         helper.jobs.put(job)  # no signal handler runs between the `try` and the end of this call
@@ -53,7 +53,7 @@ def soon(work: Work) -> None:
         work()
         return
     _HELPER.start()
-    _HELPER.jobs.put(_Job(work))
+    _HELPER.jobs.put(_ShieldedWork(work))
 
 
 def _is_main() -> bool:
@@ -61,7 +61,7 @@ def _is_main() -> bool:
 
 
 @final
-class _Job:
+class _ShieldedWork:
     def __init__(self, work: Work) -> None:
         self._work = work
         self.error: BaseException | None = None
@@ -93,7 +93,7 @@ class _Helper:
     """The thread that works for the main thread: one thing after the other."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.jobs: SimpleQueue[_ShieldedWork] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_ready = False
 

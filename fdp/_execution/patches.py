@@ -96,7 +96,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-class _Turns:
+class _OneAtATime:
     """Lets one shard at a time be between an enter and its exit, and threads that it waits for.
 
     Forward mode has one level for the process: a thread that leaves it takes the tangents of the others along, without
@@ -167,7 +167,7 @@ class _Turns:
 
 
 _OWNER: "contextvars.ContextVar[object]" = contextvars.ContextVar("fdp_forward", default=None)  # this code is inside
-_FORWARD = _Turns()
+_FORWARD = _OneAtATime()
 
 
 if hasattr(os, "register_at_fork"):

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from fdp._execution.scheduler import this_member
+from fdp._execution.scheduler import this_participant
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Slot, be_alone, fold_in
 from fdp._trees import torch_private
 
@@ -100,13 +100,13 @@ def seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
     be_alone()
     own = fold_in(seed, slot.index)
     own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
-    generators, member = OwnGenerators(own, slot.device), this_member()
+    generators, participant = OwnGenerators(own, slot.device), this_participant()
     with EXCLUSIVE.held():
         IN_ORDER.set(True)  # until the end of the shard's context
         restore = generators.remember()
         try:
             generators.put()
-            with contextlib.nullcontext() if member is None else member.owning(generators):
+            with contextlib.nullcontext() if participant is None else participant.owning(generators):
                 return call()
         finally:
             deque(restore, 0)  # one call of C, which no interrupt comes before or into
@@ -117,8 +117,8 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
 
     Where others draw from them at the same time nothing can be repeated, and it does nothing.
     """
-    member = this_member()
-    is_shared = SIDE_BY_SIDE.get() is not None and (member is None or not member.belongings)
+    participant = this_participant()
+    is_shared = SIDE_BY_SIDE.get() is not None and (participant is None or not participant.belongings)
     if is_shared or torch_private.len_torch_dispatch_stack() or _is_capturing(devices):
         return _stay
     generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]

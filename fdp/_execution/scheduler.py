@@ -38,7 +38,7 @@ Abandoned.__name__ = Abandoned.__qualname__ = "RuntimeError"  # for users it is 
 Abandoned.__module__ = "builtins"
 
 
-class Belongings(Protocol):
+class TurnState(Protocol):
     """What a thread has to itself while it has a turn."""
 
     def resume(self) -> None:
@@ -51,7 +51,7 @@ class Belongings(Protocol):
 
 
 @final
-class Member:
+class Participant:
     """A thread that takes turns with others, with what it has to itself meanwhile.
 
     `parent` is the one that waits for it; `firm` is how much this thread has that it cannot give back.
@@ -59,12 +59,12 @@ class Member:
 
     def __init__(
         self,
-        turns: "Turns",
-        belongings: "Sequence[Belongings]" = (),
-        parent: "Member | None" = None,
+        scheduler: "Scheduler",
+        belongings: "Sequence[TurnState]" = (),
+        parent: "Participant | None" = None,
         firm: int = 0,
     ) -> None:
-        self.turns, self.belongings, self.parent, self.firm = turns, list(belongings), parent, firm
+        self.scheduler, self.belongings, self.parent, self.firm = scheduler, list(belongings), parent, firm
         self.gate = threading.Semaphore(0)
         self._has_turn = False
         self.thread = threading.get_ident()
@@ -72,7 +72,7 @@ class Member:
         self.is_away = False  # until they have ended
 
     def begin(self) -> None:
-        """Wait for a turn."""
+        """Waiter for a turn."""
         shielded(self._enter)
         self._resume()
 
@@ -86,11 +86,11 @@ class Member:
         self._pause()
         soon(self._leave_for_a_while)
 
-    def wait(self, wait: "Wait") -> None:
+    def wait(self, wait: "Waiter") -> None:
         """Until somebody resolves the wait, or nobody can."""
         self._pause()
         try:
-            shielded(partial(self.turns.wait, self, wait))
+            shielded(partial(self.scheduler.wait, self, wait))
         finally:
             self._resume()
         wait.check()
@@ -99,23 +99,23 @@ class Member:
         """End a turn, if it has one."""
         if self._has_turn:
             self._has_turn = False
-            self.turns.leave(self)
+            self.scheduler.leave(self)
 
     def _enter(self) -> None:
-        self.turns.enter(self)
+        self.scheduler.enter(self)
         self._has_turn = True
 
     def _leave_for_a_while(self) -> None:
         self._has_turn = False
-        self.turns.suspend(self)
+        self.scheduler.suspend(self)
 
     def alone(self) -> None:
         """Go on when nobody else runs, and until the turn ends."""
         if not self.belongings:  # else it is
-            shielded(partial(self.turns.alone, self))
+            shielded(partial(self.scheduler.alone, self))
 
     @contextlib.contextmanager
-    def owning(self, belongings: Belongings) -> Iterator[None]:
+    def owning(self, belongings: TurnState) -> Iterator[None]:
         """Have more to itself, which it has taken already."""
         self.belongings.append(belongings)
         try:
@@ -141,20 +141,20 @@ class Member:
             belongings.pause()
 
 
-MEMBER: "contextvars.ContextVar[Member | None]" = contextvars.ContextVar("fdp_member", default=None)
+PARTICIPANT: "contextvars.ContextVar[Participant | None]" = contextvars.ContextVar("fdp_member", default=None)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: MEMBER.set(None))  # those that it takes turns with are not there
+    os.register_at_fork(after_in_child=lambda: PARTICIPANT.set(None))  # those that it takes turns with are not there
 
 
-def this_member() -> Member | None:
+def this_participant() -> Participant | None:
     """The one that this thread is; a thread of the user's may have the context of one, and is none."""
-    member = MEMBER.get()
-    return member if member is not None and member.thread == threading.get_ident() else None
+    participant = PARTICIPANT.get()
+    return participant if participant is not None and participant.thread == threading.get_ident() else None
 
 
 @final
-class Wait:
-    """Why a member waits; `explain` says what for if that does not come. `where` is for the explanations of others."""
+class Waiter:
+    """Why a participant waits; `explain` says what for if that does not come. `where` is for what others explain."""
 
     def __init__(self, explain: Callable[[], BaseException], where: Any = None) -> None:
         self.explain: Callable[[], BaseException] | None = explain
@@ -173,7 +173,7 @@ class Wait:
 
 
 @final
-class Turns:
+class Scheduler:
     """Who runs, who is ready to, and who waits."""
 
     def __init__(self, limit: int) -> None:
@@ -181,12 +181,12 @@ class Turns:
         self._lock = threading.Lock()
         self._running = 0
         self._expected = 0  # who can go on, beside those that run or are ready to
-        self._ready: deque[Member] = deque()
-        self._solo: deque[Member] = deque()  # they go on when nobody else runs
+        self._ready: deque[Participant] = deque()
+        self._solo: deque[Participant] = deque()  # they go on when nobody else runs
         self._is_solo = False
-        self._waiting: list[tuple[Member, Wait]] = []
+        self._waiting: list[tuple[Participant, Waiter]] = []
 
-    def expect(self, count: int, parent: Member | None = None) -> None:
+    def expect(self, count: int, parent: Participant | None = None) -> None:
         """So many threads are about to enter, for which a parent waits: while they do, somebody can go on."""
         with self._lock:
             self._expected += count
@@ -194,93 +194,93 @@ class Turns:
                 self._has_children(parent, parent.children + count)
             self._next()
 
-    def _has_children(self, parent: Member, count: int) -> None:
+    def _has_children(self, parent: Participant, count: int) -> None:
         if parent.is_away:
             self._expected += (not count) - (not parent.children)
         parent.children = count
 
-    def enter(self, member: Member) -> None:
-        """Wait for a turn."""
+    def enter(self, participant: Participant) -> None:
+        """Waiter for a turn."""
         with self._lock:
-            if not (member.is_away and member.children):  # which can be after an interrupt only
+            if not (participant.is_away and participant.children):  # which can be after an interrupt only
                 self._expected -= 1
-            member.is_away = False
-            self._queue(member)
+            participant.is_away = False
+            self._queue(participant)
             self._next()
-        member.gate.acquire()
+        participant.gate.acquire()
 
-    def alone(self, member: Member) -> None:
+    def alone(self, participant: Participant) -> None:
         """Go on when nobody else runs, and until the turn ends."""
         with self._lock:
             if self._is_solo or self.limit == 1:
                 return
             self._running -= 1
-            self._solo.append(member)
+            self._solo.append(participant)
             self._next()
-        member.gate.acquire()
+        participant.gate.acquire()
 
-    def leave(self, member: Member) -> None:
+    def leave(self, participant: Participant) -> None:
         """End the last turn."""
         with self._lock:
             self._running -= 1
             self._is_solo = False
-            if member.parent is not None:
-                self._has_children(member.parent, member.parent.children - 1)
+            if participant.parent is not None:
+                self._has_children(participant.parent, participant.parent.children - 1)
             self._next()
 
-    def suspend(self, member: Member) -> None:
+    def suspend(self, participant: Participant) -> None:
         """End a turn, until there are no children."""
         with self._lock:
             self._running -= 1
             self._is_solo = False
-            self._expected += not member.children
-            member.is_away = True
+            self._expected += not participant.children
+            participant.is_away = True
             self._next()
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[Waiter]:
         """Why those wait that do."""
         return [wait for _, wait in self._waiting]
 
-    def _queue(self, member: Member) -> None:
-        (self._solo if member.belongings else self._ready).append(member)
+    def _queue(self, participant: Participant) -> None:
+        (self._solo if participant.belongings else self._ready).append(participant)
 
-    def wait(self, member: Member, wait: Wait) -> None:
+    def wait(self, participant: Participant, wait: Waiter) -> None:
         """End a turn, until the wait is over and there is another."""
         with self._lock:
             self._running -= 1
             self._is_solo = False
             if wait.is_over:
-                self._queue(member)
+                self._queue(participant)
             else:
-                self._waiting.append((member, wait))
+                self._waiting.append((participant, wait))
             self._next()
-        self._await(member, wait)
+        self._await(participant, wait)
 
-    def _await(self, member: Member, wait: Wait) -> None:
+    def _await(self, participant: Participant, wait: Waiter) -> None:
         deadline = time.monotonic() + PATIENCE
-        while not member.gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        while not participant.gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
             with self._lock:
                 if not wait.is_over:
                     self._resolve([wait], is_given_up=True)
                 self._next()
             deadline = time.monotonic() + PATIENCE
 
-    def resolve(self, waits: Sequence[Wait]) -> None:
+    def resolve(self, waits: Sequence[Waiter]) -> None:
         """Let those go on who wait for this."""
         with self._lock:
             self._resolve(waits)
             self._next()
 
-    def _resolve(self, waits: Sequence[Wait], *, is_given_up: bool = False) -> None:
+    def _resolve(self, waits: Sequence[Waiter], *, is_given_up: bool = False) -> None:
         for wait in waits:
             wait.is_over = True
             if is_given_up and wait.explain is not None:
                 wait.error = wait.explain()
             wait.explain = None  # which refers to what was waited for
-        over = [member for member, wait in self._waiting if wait.is_over]
-        self._waiting = [(member, wait) for member, wait in self._waiting if not wait.is_over]
-        for member in over:
-            self._queue(member)
+        over = [participant for participant, wait in self._waiting if wait.is_over]
+        self._waiting = [(participant, wait) for participant, wait in self._waiting if not wait.is_over]
+        for participant in over:
+            self._queue(participant)
 
     def _next(self) -> None:
         if not (self._running or self._ready or self._solo or self._expected):

@@ -42,7 +42,7 @@ from fdp._execution.thread_state import ThreadState
 from fdp._placement.slot import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
 
 
-class _Job(NamedTuple):
+class _ShardJob(NamedTuple):
     number: int
     slot: Slot
     task: Callable[[], Any]
@@ -94,7 +94,7 @@ def run_side_by_side(
             release()
 
 
-class _Place(NamedTuple):
+class _PlaceBeside(NamedTuple):
     """That of a shard beside others, and that of the shard around the call: see `Beside`."""
 
     lanes: "_Lanes"
@@ -112,7 +112,7 @@ class _Lanes:
     """The shards of a call, and what has become of them."""
 
     def __init__(self, tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], *, has_effects: bool) -> None:
-        self.todo = deque(_Job(i, slots[i], task, self._context(i)) for i, task in enumerate(tasks))
+        self.todo = deque(_ShardJob(i, slots[i], task, self._context(i)) for i, task in enumerate(tasks))
         self.is_refused = False  # all are to begin anew
         self.running = Running()
         self._has_effects = has_effects  # none can
@@ -131,7 +131,7 @@ class _Lanes:
     def _context(self, number: int) -> contextvars.Context:
         """The caller's context for a shard."""
         context = contextvars.copy_context()
-        context.run(lambda: SIDE_BY_SIDE.set(_Place(self, number, SIDE_BY_SIDE.get())))
+        context.run(lambda: SIDE_BY_SIDE.set(_PlaceBeside(self, number, SIDE_BY_SIDE.get())))
         return context
 
     def lead(self, take: Callable[[int, Any], None], fn: Any) -> None:
@@ -227,7 +227,7 @@ class _Lanes:
         self._run(job, state)
         return True
 
-    def _run(self, job: _Job, state: ThreadState | None = None) -> None:
+    def _run(self, job: _ShardJob, state: ThreadState | None = None) -> None:
         try:
             with nullcontext() if state is None else self._as_caller(state):
                 self.running.begin(job.number)

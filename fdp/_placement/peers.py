@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.join import join
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._trees.tree import Flat
 from fdp._trees.types import Dims, Tree
 
@@ -143,8 +143,8 @@ class Peers:
         """They can still be reached."""
 
     def begin(
-        self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
-    ) -> tuple[PeerCall, Plan]:
+        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+    ) -> tuple[PeerCall, Partition]:
         """Agree on a call, and what of the plan this process has. `apart`: slots are known not to meet."""
         return ALONE_IN_CALL, plan
 

@@ -11,7 +11,7 @@ from fdp._trees.listing import quoted
 REDUCTIONS = ("mean", "sum", "max", "min", "stack", "list")
 
 
-class Plan(NamedTuple):
+class Partition(NamedTuple):
     """Which shards there are: the position of each in the device list, its device, its rows.
 
     `sizes` is None where nothing is split. Gradient accumulation gives a slot several shards.
@@ -35,16 +35,16 @@ def make_plan(
     shares: Sequence[int] | None = None,
     *,
     keep_empty: bool = False,
-) -> Plan:
+) -> Partition:
     """Leave out slots without rows, unless they are kept; no rows at all are one empty shard on slot 0."""
     sizes = None if rows is None else tuple(shares or balanced(rows, len(devices)))
     slots = tuple(range(len(devices)))
     if not keep_empty:
         slots = tuple(i for i in slots if sizes and sizes[i] > 0) or (0,)
-    return Plan(slots, tuple(devices[i] for i in slots), sizes and tuple(sizes[i] for i in slots))
+    return Partition(slots, tuple(devices[i] for i in slots), sizes and tuple(sizes[i] for i in slots))
 
 
-def microbatched(plan: Plan, microbatches: int) -> Plan:
+def microbatched(plan: Partition, microbatches: int) -> Partition:
     """Cut every shard of a plan into pieces, as even as can be and none empty."""
     if not plan.sizes or microbatches == 1:
         return plan
@@ -54,7 +54,7 @@ def microbatched(plan: Plan, microbatches: int) -> Plan:
         for piece in pieces(size, microbatches)
     ]
     slots, devices, sizes = zip(*found, strict=True)
-    return Plan(slots, devices, sizes)
+    return Partition(slots, devices, sizes)
 
 
 def pieces(rows: int, microbatches: int) -> tuple[int, ...]:

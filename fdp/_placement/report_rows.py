@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fdp._placement.plan import Plan as Shares
+from fdp._placement.plan import Partition
 from fdp._placement.report import PlannedLeaf
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.transfers import Transfer, nbytes_of
@@ -13,7 +13,7 @@ from fdp._trees.tree import Flat, flatten, leaves_up_to, tensors_in
 from fdp._trees.types import Dims, Tree
 
 
-def of_arguments(flat: Flat, shares: Shares, copies: Sequence[Transfer]) -> Iterator[PlannedLeaf]:
+def of_arguments(flat: Flat, shares: Partition, copies: Sequence[Transfer]) -> Iterator[PlannedLeaf]:
     for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
         path = flat.path(i)
         if isinstance(leaf, Slots):
@@ -26,7 +26,7 @@ def of_arguments(flat: Flat, shares: Shares, copies: Sequence[Transfer]) -> Iter
             yield _planned(path, leaf, how, split, _parts(leaf, spec, shares), copies)
 
 
-def _parts(leaf: Any, spec: Any, shares: Shares) -> list[int]:
+def _parts(leaf: Any, spec: Any, shares: Partition) -> list[int]:
     """The bytes that each shard has of a leaf."""
     ranges = [shares.rows(i) for i in range(len(shares.slots))]
     if spec == "items":
@@ -37,7 +37,7 @@ def _parts(leaf: Any, spec: Any, shares: Shares) -> list[int]:
     return [whole * size // max(1, leaf.shape[spec]) for size in shares.sizes]
 
 
-def _held(slots: Slots, path: str, spec: Any, shares: Shares) -> Iterator[PlannedLeaf]:
+def _held(slots: Slots, path: str, spec: Any, shares: Partition) -> Iterator[PlannedLeaf]:
     """The leaves of what is on its slots already."""
     shards = [slots.shards[slot] for slot in shares.slots]
     how = f"there, as a {type(slots).__name__}"

@@ -48,7 +48,7 @@ class Axis(NamedTuple):
     """
 
     slot: Slot
-    gang: Any
+    rendezvous: Any
     wanted: list[str]
 
 
@@ -122,7 +122,7 @@ def run_in_slot(
     slot: Slot,
     call: Callable[[], Any],
     context: contextvars.Context | None = None,
-    gang: Any = None,
+    rendezvous: Any = None,
 ) -> Any:
     """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
     if torch.compiler.is_compiling():
@@ -132,7 +132,7 @@ def run_in_slot(
         _SLOT.set(slot)
         around = CALLS.get()
         CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
-        AXES.set((*AXES.get(), Axis(slot, gang, WANTED.get([]))))
+        AXES.set((*AXES.get(), Axis(slot, rendezvous, WANTED.get([]))))
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),

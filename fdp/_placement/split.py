@@ -9,7 +9,7 @@ import torch
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import Memo, copy, copy_once, split, to_device
 from fdp._placement.peers import Peers, peers_of
-from fdp._placement.plan import Plan, balanced, check_in_dim, check_weights, make_plan, proportional
+from fdp._placement.plan import Partition, balanced, check_in_dim, check_weights, make_plan, proportional
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
@@ -78,7 +78,7 @@ def plan_args(
     keep_empty: bool = False,
     sizes_of: Callable[[int, int], tuple[int, ...]] = balanced,
     whole: str = _WHOLE,
-) -> tuple[tuple[torch.device, ...], Plan]:
+) -> tuple[tuple[torch.device, ...], Partition]:
     """The device of every slot, and the plan on them that all arguments agree with.
 
     Without `weights`, `sizes_of(rows, slots)` says how many rows each slot has.
@@ -208,7 +208,7 @@ def _along(spec: Any) -> str:
 # ---- carrying it out
 
 
-def place(flat: Flat, plan: Plan, memo: Memo, by_rows: Mapping[int, Plan] | None = None) -> list[Tree]:
+def place(flat: Flat, plan: Partition, memo: Memo, by_rows: Mapping[int, Partition] | None = None) -> list[Tree]:
     """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
 
     Where tensors differ in their rows, `by_rows` has the plan for each number of them.
@@ -220,7 +220,7 @@ def place(flat: Flat, plan: Plan, memo: Memo, by_rows: Mapping[int, Plan] | None
     return [unflatten(flat.structure, [column[i] for column in columns]) for i in range(len(plan.slots))]
 
 
-def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
+def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
     """What each shard gets of a leaf."""
     if isinstance(leaf, torch.Tensor):
         if spec is None or plan.sizes is None or len(plan.slots) == 1:
@@ -243,13 +243,13 @@ def _cut(leaf: Any, spec: Any, plan: Plan, flat: Flat, index: int, memo: Memo) -
     return [leaf] * len(plan.slots)
 
 
-def _pieces(tensor: torch.Tensor, dim: int, plan: Plan, flat: Flat, index: int) -> list[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int) -> list[torch.Tensor]:
     assert plan.sizes is not None
     parts = zip(split(tensor, plan.sizes, dim), plan.devices, strict=True)
     return [copy(part, device, flat, index) for part, device in parts]
 
 
-def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
+def _cut_slots(slots: Slots, spec: Any, plan: Partition, path: str) -> list[Tree]:
     whole = all(a != b for a, b in pairwise(plan.slots))
     if whole or isinstance(slots, Replicated) or plan.sizes is None:
         return [slots.shards[slot] for slot in plan.slots]
@@ -257,7 +257,7 @@ def _cut_slots(slots: Slots, spec: Any, plan: Plan, path: str) -> list[Tree]:
     shards: list[Tree] = []
     for slot in dict.fromkeys(plan.slots):
         pieces = [i for i, s in enumerate(plan.slots) if s == slot]
-        part = Plan(
+        part = Partition(
             tuple(plan.slots[i] for i in pieces),
             tuple(plan.devices[i] for i in pieces),
             tuple(plan.sizes[i] for i in pieces),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdp._placement.moves import accumulate, accumulator, concat, copy, is_inexact, is_ours
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._placement.split import flatten_args
@@ -20,7 +20,7 @@ from fdp._trees.types import AUTO, Tree
 Grad = torch.Tensor | None
 
 
-def check_differentiable(flats: Sequence[Flat], plan: Plan, where: str) -> None:
+def check_differentiable(flats: Sequence[Flat], plan: Partition, where: str) -> None:
     """All leaves of the differentiated arguments are tensors that can carry a gradient."""
     wrong = []
     for flat in flats:
@@ -44,7 +44,7 @@ def check_differentiable(flats: Sequence[Flat], plan: Plan, where: str) -> None:
         )
 
 
-def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Plan, where: str) -> None:
+def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Partition, where: str) -> None:
     if spec is None:
         # Each slot would get the gradient of its own rows, and parameters would drift apart unnoticed.
         raise ValueError(
@@ -65,7 +65,7 @@ def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Plan, where: str) 
 class Gradients:
     """Takes the gradients of the shards in any order: what is to be summed is summed at once, and not kept."""
 
-    def __init__(self, flats: Sequence[Flat], plan: Plan, device: torch.device | None) -> None:
+    def __init__(self, flats: Sequence[Flat], plan: Partition, device: torch.device | None) -> None:
         # Under another name, for the log of transfers.
         self._flats = [flat._replace(name=f"grad of {flat.name}") for flat in flats]
         self._plan, self._device = plan, device

@@ -9,9 +9,10 @@ from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, check_options, run_all, slots_of
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.peers import Joined, peers_of
+from fdp._placement.plan import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split import Plan, common_peers
+from fdp._placement.split import common_peers
 from fdp._transforms.arguments import (
     Arg,
     Options,
@@ -220,7 +221,7 @@ def _on_slots(
     ]
     call = peers.begin_on_slots(where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
     with call.part():
-        places = slots_of(Plan(tuple(range(len(slots))), slots, sizes), axis_name, call)
+        places = slots_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name, call)
         results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
     return Sharded(tuple(results), slots, peers=peers)
 

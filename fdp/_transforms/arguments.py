@@ -10,10 +10,10 @@ import torch
 from fdp._collectives.run import check_options
 from fdp._placement.moves import Memo
 from fdp._placement.peers import PeerCall
-from fdp._placement.plan import Plan, microbatched
+from fdp._placement.plan import Partition, microbatched
 from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.split import common_peers, flatten_args, held_slots, place, plan_args
-from fdp._transforms.purity import Watch
+from fdp._transforms.purity import MutationCheck
 from fdp._trees.listing import names, note_lists
 from fdp._trees.profiling import stage
 from fdp._trees.tree import Flat
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 
     flats: list[Flat]
     slots: tuple[torch.device, ...]
-    plan: Plan
+    plan: Partition
     peers: PeerCall
     n_args: int
     keywords: tuple[str, ...]
@@ -78,7 +78,7 @@ class Call(NamedTuple):
         """All tensors of the arguments."""
         return [tensor for flat in self.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
 
-    def place(self) -> tuple[list[Shard], Watch]:
+    def place(self) -> tuple[list[Shard], MutationCheck]:
         """The arguments on each slot, and what sees that nobody writes to them."""
         self.peers.enter()
         memo: Memo = {}
@@ -87,13 +87,13 @@ class Call(NamedTuple):
             Shard(values[: self.n_args], dict(zip(self.keywords, values[self.n_args :], strict=True)))
             for values in zip(*columns, strict=True)
         ]
-        return shards, Watch.over(self.flats, memo)
+        return shards, MutationCheck.over(self.flats, memo)
 
 
 def prepare(
     args: Sequence[Arg], kwargs: Mapping[str, Arg], options: Options, microbatches: int = 1, *, apart: bool = False
 ) -> Call:
-    """Plan a call. `apart` if slots are known not to meet those of other processes before the end."""
+    """Partition a call. `apart` if slots are known not to meet those of other processes before the end."""
     where = options.where
     check_options(options.executor, options.seed, where)
     flats = flatten_args([*args, *kwargs.values()], where)
@@ -104,7 +104,7 @@ def prepare(
     return Call(flats, slots, microbatched(plan, microbatches), together, len(args), tuple(kwargs))
 
 
-def _placed(flat: Flat, plan: Plan, memo: Memo) -> list[Tree]:
+def _placed(flat: Flat, plan: Partition, memo: Memo) -> list[Tree]:
     with stage("replicate" if all(spec is None for spec in flat.specs) else "scatter"):
         return place(flat, plan, memo)
 

@@ -34,7 +34,7 @@ from fdp._transforms.aux_means import check_means
 from fdp._transforms.shard_grad import (
     Out,
     Problem,
-    Result,
+    ShardResult,
     count_of,
     forward,
     is_tracking,
@@ -134,7 +134,7 @@ class Differentiation:
             call.peers.may_add(gradients.zeros)
             check_differentiable([call.flats[i] for i in positions], call.plan, where)
 
-            def take(i: int, result: Result) -> None:
+            def take(i: int, result: ShardResult) -> None:
                 outs[i] = result.out
                 aliases.extend(result.aliases)
                 gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
@@ -205,7 +205,7 @@ class Differentiation:
         return Weights(own, lambda: whole)
 
     def _run(
-        self, problem: Problem, call: Call, shards: Sequence[Shard], take: Callable[[int, Result], None]
+        self, problem: Problem, call: Call, shards: Sequence[Shard], take: Callable[[int, ShardResult], None]
     ) -> "Weights":
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
         weights = self._weights(problem, call, shards)
@@ -225,7 +225,7 @@ class Differentiation:
         shares: Sequence[Callable[[], float]],
         slots: Sequence[Slot],
         mode: Mode,
-        take: Callable[[int, Result], None],
+        take: Callable[[int, ShardResult], None],
     ) -> None:
         if needs_transform(call.inputs()):
             tasks = [
@@ -265,7 +265,7 @@ class Differentiation:
 
     def _alone(
         self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard
-    ) -> Result:
+    ) -> ShardResult:
         found = forward(problem, shard, attached=attached, graph=create_graph)
         return joint(self.where, [found], [share()], create_graph)[0]
 

@@ -78,10 +78,10 @@ def _apply_nowhere_else(original: Callable[..., Any]) -> Any:
 def _mode_class() -> Any:
     """The class of torch, which imports much, with what it must not do to tensors of the caller's."""
 
-    class Mode(torch_private.fake_tensors().FakeTensorMode):
+    class GuardedFakeMode(torch_private.fake_tensors().FakeTensorMode):
         is_over = False
 
-        def __init__(self, kept: dict[torch.Tensor, _Kept]) -> None:
+        def __init__(self, kept: dict[torch.Tensor, _KeptTensor]) -> None:
             # No fallback kernels: they compute with zeros, and what depends on values would come out wrong.
             super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
             self._kept_tensors = kept
@@ -102,13 +102,13 @@ def _mode_class() -> Any:
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 return tensor  # has no data, or is for torch to refuse
             if tensor not in self._kept_tensors:
-                self._kept_tensors[tensor] = _Kept.of(tensor, self.from_tensor(tensor.detach()))
+                self._kept_tensors[tensor] = _KeptTensor.of(tensor, self.from_tensor(tensor.detach()))
             return self._kept_tensors[tensor].fake
 
-    return Mode
+    return GuardedFakeMode
 
 
-class _Kept(NamedTuple):
+class _KeptTensor(NamedTuple):
     """What a write to a tensor of the caller's would change although its values stay."""
 
     tensor: torch.Tensor
@@ -118,7 +118,7 @@ class _Kept(NamedTuple):
     grad: torch.Tensor | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, fake: torch.Tensor) -> "_Kept":
+    def of(cls, tensor: torch.Tensor, fake: torch.Tensor) -> "_KeptTensor":
         version = None if tensor.is_inference() else torch_private.version(tensor)
         return cls(tensor, fake, version, tensor.requires_grad, tensor.grad if tensor.is_leaf else None)
 
@@ -138,7 +138,7 @@ class Fakes:
     def __init__(self) -> None:
         fake_tensor = torch_private.fake_tensors()
 
-        self._kept: dict[torch.Tensor, _Kept] = {}  # tensors are keys by identity
+        self._kept: dict[torch.Tensor, _KeptTensor] = {}  # tensors are keys by identity
         self._mode = _mode_class()(self._kept)
         self._memo: dict[torch.Tensor, torch.Tensor] = {}
         self.has_graph = True

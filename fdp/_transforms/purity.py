@@ -13,7 +13,7 @@ from fdp._trees.tree import Flat, flatten
 from fdp._trees.untraced import leave_alone
 
 
-class Watch(NamedTuple):
+class MutationCheck(NamedTuple):
     """The tensors that the function can reach, what each belongs to, a tensor in a leaf, and the versions they had."""
 
     owners: list[tuple[Flat, int, torch.Tensor]]
@@ -22,7 +22,7 @@ class Watch(NamedTuple):
 
     @classmethod
     def over(cls, flats: Sequence[Flat], memo: Memo) -> Self:
-        """Watch the caller's tensors and the copies made of them."""
+        """MutationCheck the caller's tensors and the copies made of them."""
         if torch.compiler.is_compiling():  # reading versions breaks the graph
             return cls([], [], [])
         owners, tensors = [], []

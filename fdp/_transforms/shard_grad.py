@@ -52,7 +52,7 @@ class Out(NamedTuple):
     buffers: frozenset[int] = frozenset()
 
 
-class Result(NamedTuple):
+class ShardResult(NamedTuple):
     """The same with the gradients of the leaves of each differentiated argument, None where it has none."""
 
     out: Out
@@ -81,7 +81,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     return active or is_forward_mode() or any(t.is_inference() for t in tensors)
 
 
-def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> Result:
+def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> ShardResult:
     """Loss and gradients of one shard by `torch.func.vjp`."""
     inputs = inputs_of(problem, shard)
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
@@ -110,7 +110,7 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
     if create_graph is False:
         grads = [None if grad is None else grad.detach() for grad in grads]
         loss, aux = loss.detach(), _detached(aux, problem.where)
-    return Result(Out(loss, aux, buffers), inputs.cut(grads))
+    return ShardResult(Out(loss, aux, buffers), inputs.cut(grads))
 
 
 def _recording() -> contextlib.AbstractContextManager[object]:
@@ -126,7 +126,9 @@ def _recording() -> contextlib.AbstractContextManager[object]:
 _DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
 
 
-def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], create_graph: bool | None) -> list[Result]:
+def joint(
+    where: str, forwards: Sequence[Forward], seeds: Sequence[float], create_graph: bool | None
+) -> list[ShardResult]:
     """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
     graph = bool(create_graph)
     if create_graph is None:
@@ -155,7 +157,7 @@ def joint(where: str, forwards: Sequence[Forward], seeds: Sequence[float], creat
         outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     return [
-        Result(out, f.inputs.cut(g), f.aliases if graph else ())
+        ShardResult(out, f.inputs.cut(g), f.aliases if graph else ())
         for f, out, g in zip(forwards, outs, grads, strict=True)
     ]
 

@@ -44,7 +44,7 @@ def node_functions(cls: Any) -> NodeFunctions | None:
     return _dataclass_node(cls) if dataclasses.is_dataclass(cls) else None
 
 
-def _torch_node(node: torch_private.pytree.NodeDef) -> NodeFunctions:
+def _torch_node(node: Any) -> NodeFunctions:
     def flatten(obj: Any) -> tuple[Any, Any, Any]:
         children, context = node.flatten_fn(obj)
         if node.flatten_with_keys_fn is None:

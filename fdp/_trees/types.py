@@ -30,7 +30,7 @@ class Auto(enum.Enum):
     def __repr__(self) -> str:
         return "AUTO"
 
-    def __reduce_ex__(self, protocol: object) -> str:
+    def __reduce_ex__(self, protocol: object) -> Any:  # a name, which is found in the module
         return "AUTO"
 
 

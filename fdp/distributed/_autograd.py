@@ -21,11 +21,11 @@ def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequen
         return []
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if differentiated or torch_private.is_transformed() or is_forward_mode():
-        return list(Total.apply(comm, name, *tensors))
+        return list(AllReduce.apply(comm, name, *tensors))
     return comm.sums(tensors, name, ours)
 
 
-class Total(torch.autograd.Function):
+class AllReduce(torch.autograd.Function):
     """The sum over processes."""
 
     @staticmethod
@@ -39,20 +39,20 @@ class Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *Entered.apply(Session(ctx.comm), ctx.name, None, True, *grads)
+        return None, None, *GradientSum.apply(Session(ctx.comm), ctx.name, None, True, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return Total.apply(ctx.comm, ctx.name, *tangents[2:])
+        return AllReduce.apply(ctx.comm, ctx.name, *tangents[2:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         comm, name, *tensors = args
         moved = _batched(info, in_dims[2:], tensors)
-        return Total.apply(comm, name, *moved), (0,) * len(moved)
+        return AllReduce.apply(comm, name, *moved), (0,) * len(moved)
 
 
-class Parts(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """The tensors of all processes, in a new first dimension."""
 
     @staticmethod
@@ -65,20 +65,20 @@ class Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (whole,) = Entered.apply(Session(ctx.comm), ctx.name, None, True, *grads)  # as in `Total`
+        (whole,) = GradientSum.apply(Session(ctx.comm), ctx.name, None, True, *grads)  # as in `AllReduce`
         return None, None, whole[ctx.comm.position]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return Parts.apply(ctx.comm, ctx.name, tangents[2])
+        return AllGather.apply(ctx.comm, ctx.name, tangents[2])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         comm, name, tensor = args
-        return Parts.apply(comm, name, *_batched(info, in_dims[2:], [tensor])), 1
+        return AllGather.apply(comm, name, *_batched(info, in_dims[2:], [tensor])), 1
 
 
-class Entered(torch.autograd.Function):
+class GradientSum(torch.autograd.Function):
     """Tensors that are the same in all processes, as they are or as `values`; their gradients are summed over them.
 
     What has a gradient in no process has none. In a process without shards `counts` is False: its zeros are none.
@@ -107,7 +107,7 @@ class Entered(torch.autograd.Function):
             there = [i for i, column in enumerate(columns) if any(column)]
         filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
         found: list[Any] = [None] * len(grads)
-        for i, x in zip(there, Total.apply(ctx.session.comm, name, *filled) if there else (), strict=True):
+        for i, x in zip(there, AllReduce.apply(ctx.session.comm, name, *filled) if there else (), strict=True):
             found[i] = x
         return None, None, None, None, *found
 
@@ -117,10 +117,10 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return Entered.apply(*args), tuple(in_dims[4:])
+        return GradientSum.apply(*args), tuple(in_dims[4:])
 
 
-class Tied(torch.autograd.Function):
+class ZeroGradients(torch.autograd.Function):
     """The first `count` tensors as they are, as functions of the others with gradients of zero.
 
     So that a process without shards takes part in the backward.
@@ -142,7 +142,7 @@ class Tied(torch.autograd.Function):
         inputs = ctx.saved_tensors
         zeros = [torch.zeros_like(x) for x in inputs]
         # They depend on the inputs again, so that this process takes part in a gradient of the gradient.
-        return None, *([None] * ctx.count), *Tied.apply(len(zeros), *zeros, *inputs, *grads)
+        return None, *([None] * ctx.count), *ZeroGradients.apply(len(zeros), *zeros, *inputs, *grads)
 
 
 def _filled(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

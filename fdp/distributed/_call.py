@@ -10,15 +10,15 @@ from torch import Tensor
 from fdp._collectives.graph import captured
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, digest_of, flatten, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
-from fdp.distributed._autograd import Entered
+from fdp.distributed._autograd import GradientSum
 from fdp.distributed._communicator import Tag
-from fdp.distributed._join import Part
+from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
 from fdp.distributed._reduce import everywhere, over_processes
 
@@ -53,7 +53,7 @@ class MeshCall(Agreement, PeerCall):
             _enter(self.flats, self)
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
-        part = Part(self, out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
+        part = PartialResult(self, out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
         self._check_captured(out.shards)
         self.ends_with(part.tag())
         return lambda: part.finish(self._inputs())[0]
@@ -73,7 +73,7 @@ class MeshCall(Agreement, PeerCall):
         self._check_captured([shards, gradients.sums()], aliases)
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
-        part = Part(self, shards, dims, rest.weights, rest.whole(), device, where, first=first)
+        part = PartialResult(self, shards, dims, rest.weights, rest.whole(), device, where, first=first)
         self.ends_with(part.tag(gradients.sums()))
         if shards:
             ours = gradients.ours()
@@ -128,8 +128,8 @@ class MeshCall(Agreement, PeerCall):
 
 
 def begin(
-    processes: Processes, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
-) -> tuple[MeshCall, Plan]:
+    processes: Processes, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+) -> tuple[MeshCall, Partition]:
     """Agree with the other processes on a call, and leave this one without shards if it has no rows."""
     whole = plan.sizes is None and not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
     if plan.sizes is not None:
@@ -149,7 +149,7 @@ def begin(
 
     call = MeshCall(processes, where, (same, kinds), rows, apart=apart, say=say)
     call.flats = flats
-    return call, plan if call.is_active else Plan((), (), None if plan.sizes is None else ())
+    return call, plan if call.is_active else Partition((), (), None if plan.sizes is None else ())
 
 
 def _kind(leaf: Any, spec: Any) -> Any:
@@ -181,7 +181,11 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
         return
     distinct = {id(flat.leaves[i]): flat.leaves[i] for flat, i in places}
     entered = dict(
-        zip(distinct, Entered.apply(call.everybody, call.where, None, call.is_active, *distinct.values()), strict=True)
+        zip(
+            distinct,
+            GradientSum.apply(call.everybody, call.where, None, call.is_active, *distinct.values()),
+            strict=True,
+        )
     )
     for flat, i in places:
         flat.leaves[i] = entered[id(flat.leaves[i])]

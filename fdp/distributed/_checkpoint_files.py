@@ -17,7 +17,7 @@ _PARTIAL = re.compile(r"\d{6,}-[0-9a-f]{32}\.partial")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
-class _Entry(NamedTuple):
+class _FileEntry(NamedTuple):
     """A file by its name. The number counts what was written: steps may go backwards, and repeat."""
 
     number: int
@@ -102,7 +102,7 @@ def _lock(file: Any) -> bool:
     return True
 
 
-def _is_whole(entry: _Entry) -> bool:
+def _is_whole(entry: _FileEntry) -> bool:
     """Whether a file holds what its name says; damaged ones do not count among those that are kept."""
     with entry.path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest().startswith(entry.digest)
@@ -128,12 +128,12 @@ def load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _entries(directory: Path) -> list[_Entry]:
+def _entries(directory: Path) -> list[_FileEntry]:
     """The newest first."""
     if not directory.exists():
         return []
     found = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
-    entries = [_Entry(int(match[1]), int(match[2]), match[3], path) for match, path in found if match]
+    entries = [_FileEntry(int(match[1]), int(match[2]), match[3], path) for match, path in found if match]
     return sorted(entries, reverse=True)
 
 

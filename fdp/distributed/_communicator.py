@@ -22,7 +22,7 @@ from fdp._placement.slot import text_of
 from fdp._trees import torch_private
 from fdp._trees.listing import differing
 from fdp.distributed._buckets import buckets_of, like, summable
-from fdp.distributed._underway import Operation
+from fdp.distributed._underway import PendingOperation
 
 _FAILED, _AGAIN = 1, 2
 
@@ -256,15 +256,15 @@ class Communicator:
             if tensor.device.type != "cpu" or not self._is_gloo:
                 work = operation()
                 return lambda: self._wait(name, work.wait)
-            own = Operation(operation, self.group, self.ranks, self.rank)
+            own = PendingOperation(operation, self.group, self.ranks, self.rank)
         return lambda: self._wait(name, lambda: own.wait(self._timeout), own)
 
-    def _wait(self, name: str, wait: Callable[[], Any], operation: Operation | None = None) -> None:
+    def _wait(self, name: str, wait: Callable[[], Any], operation: PendingOperation | None = None) -> None:
         with self._explained(name, operation):
             wait()
 
     @contextlib.contextmanager
-    def _explained(self, name: str, operation: Operation | None = None) -> Iterator[None]:
+    def _explained(self, name: str, operation: PendingOperation | None = None) -> Iterator[None]:
         try:
             with _untransformed():
                 yield

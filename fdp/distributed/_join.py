@@ -12,7 +12,7 @@ from fdp._placement.moves import accumulator, concat, is_inexact
 from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._agreement import Agreement
-from fdp.distributed._autograd import Parts, Tied, total
+from fdp.distributed._autograd import AllGather, ZeroGradients, total
 from fdp.distributed._communicator import Communicator, Tag
 
 _GLOBAL = (None, "mean", "sum", "max", "min")
@@ -26,7 +26,7 @@ class _Shape(NamedTuple):
 
 
 @final
-class Part:
+class PartialResult:
     """What the shards of this process come to; `finish` adds what those of the others do.
 
     `weights` are for means, and `whole` is the sum over all processes; the `first` leaf may have others.
@@ -130,8 +130,8 @@ class Part:
         if not across.is_active and inputs and torch.is_grad_enabled():
             tensors = [i for i, needs in enumerate(flags) if needs and isinstance(leaves[i], Tensor)]
             if first is not None and first[3]:
-                summed = list(Tied.apply(len(summed), *summed, *inputs))
-            tied = Tied.apply(len(tensors), *[leaves[i] for i in tensors], *inputs)
+                summed = list(ZeroGradients.apply(len(summed), *summed, *inputs))
+            tied = ZeroGradients.apply(len(tensors), *[leaves[i] for i in tensors], *inputs)
             for i, leaf in zip(tensors, tied, strict=True):
                 leaves[i] = leaf
         return unflatten(structure, leaves), summed
@@ -168,7 +168,7 @@ class Part:
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if i in summed or not isinstance(leaf, Tensor) or spec not in _GLOBAL:
                 continue
-            parts = Parts.apply(comm, name, leaf)
+            parts = AllGather.apply(comm, name, leaf)
             if spec == "mean" and not all(torch.equal(parts[0], part) for part in parts):
                 self._problem = (
                     f"{self._where}: {flat.path(i)} is {leaf.dtype}, which has no 'mean', and differs between "

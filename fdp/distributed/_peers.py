@@ -7,12 +7,12 @@ from typing import Any, final
 import torch
 
 from fdp._placement.peers import Joined, PeerCall, Peers
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
 from fdp.distributed._call import MeshCall, begin
 from fdp.distributed._entry import beginning
-from fdp.distributed._join import Part
+from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
 from fdp.distributed._replicate import same_everywhere
 
@@ -27,8 +27,8 @@ class MeshPeers(Processes, Peers):
         return beginning(self, where)
 
     def begin(
-        self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
-    ) -> tuple[PeerCall, Plan]:
+        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+    ) -> tuple[PeerCall, Partition]:
         return begin(self, where, plan, flats, same, apart=apart)
 
     def begin_on_slots(self, where: str, same: Mapping[str, Any], rows: Sequence[int]) -> PeerCall:
@@ -41,7 +41,7 @@ class MeshPeers(Processes, Peers):
         call = MeshCall(self, "gather", across, (0,) * len(out.shards))
         whole = None if out.weights is None else call.total(sum(out.weights), "weights of gather")
         with call:
-            part = Part(call, out.shards, out.dims, out.weights, whole, device, "gather", out.name)
+            part = PartialResult(call, out.shards, out.dims, out.weights, whole, device, "gather", out.name)
             call.ends_with(part.tag())
         tree = part.finish()[0]
         return part.joined(tree, self.comm) if across else tree

@@ -20,7 +20,7 @@ _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 @final
-class Operation:
+class PendingOperation:
     """One that all processes of a group take part in, once each has come to it. On the CPU, of gloo."""
 
     def __init__(self, start: Callable[[], Any], group: Any, ranks: Sequence[int], rank: int) -> None:

@@ -9,13 +9,13 @@ from itertools import chain
 import torch
 from torch import nn
 
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._trees import torch_private
 from fdp.nn._buffers import write_first, write_means
 from fdp.nn._containers import Separated
 from fdp.nn._copies import copies_of
 from fdp.nn._functional_call import keep, pool_of, take
-from fdp.nn._replicas import Clone, Copied, InPlace, Lent, Stand
+from fdp.nn._replicas import Clone, CopiedModule, InPlace, Lent, Stand
 from fdp.nn._replicate import check_replicable, has_scripts
 from fdp.nn._stateless import Skeleton
 
@@ -30,7 +30,7 @@ class Loan:
 
     def __init__(self, module: nn.Module, owner: nn.Module, buffers: str) -> None:
         self.module, self._owner, self._takes = module, owner, buffers
-        self.plan: Plan | None = None
+        self.plan: Partition | None = None
         self._lent: dict[int, Lent] = {}  # by the id of the replica
         self._spare: list[Skeleton] = []
         skeleton = take(pool_of(module), module)
@@ -112,7 +112,7 @@ class Loan:
             if skeleton.trusted:
                 return Clone(self.module, skeleton)
             self._has_clones = False  # something has changed since the first
-        return Copied(self.module) if has_scripts(self.module) else InPlace(self.module, self._ids)
+        return CopiedModule(self.module) if has_scripts(self.module) else InPlace(self.module, self._ids)
 
 
 _LOAN: "contextvars.ContextVar[Loan | None]" = contextvars.ContextVar("fdp_loan", default=None)

@@ -11,7 +11,7 @@ from torch import nn
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, run_all, slots_of
 from fdp._placement.devices import as_device
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import DeviceLike
 
@@ -74,7 +74,7 @@ def run_modules(
         Task(functools.partial(_call, i, device, module), (args, named))
         for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
     ]
-    return run_all(tasks, slots_of(Plan(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
+    return run_all(tasks, slots_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
 
 
 def check_lengths(modules: int, **others: Sequence[Any] | None) -> None:

@@ -74,7 +74,7 @@ class Clone:
 
 
 @final
-class Copied:
+class CopiedModule:
     """A copy part by part, for scripted modules: those of the C++ side cannot be bound twice."""
 
     def __init__(self, module: nn.Module) -> None:

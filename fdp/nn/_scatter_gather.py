@@ -9,7 +9,7 @@ import torch
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.join import join
 from fdp._placement.moves import Memo
-from fdp._placement.plan import Plan, chunked, make_plan
+from fdp._placement.plan import Partition, chunked, make_plan
 from fdp._placement.sharded import Slots
 from fdp._placement.split import check_tracing, flatten_args, place, plan_args, rows_of
 from fdp._trees.tree import Flat, tensors_in
@@ -143,7 +143,7 @@ def split_call(
     where: str,
     *,
     on_all: bool = False,
-) -> tuple[Inputs, Keywords, Plan | None]:
+) -> tuple[Inputs, Keywords, Partition | None]:
     """The arguments of each replica, and the plan for them; nothing if there are no arguments."""
     if not isinstance(inputs, tuple | list):
         raise TypeError(f"{where}: inputs must be a tuple of positional arguments, got {type(inputs).__name__}")
@@ -177,7 +177,7 @@ def _split(
     where: str,
     *,
     on_all: bool,
-) -> tuple[list[list[Tree]], Plan]:
+) -> tuple[list[list[Tree]], Partition]:
     """Cut trees as torch.chunk does, or by weights. Where nothing is split, one device gets it, or `on_all` each."""
     check_dim(dim, where)
     check_tracing(devices, where)
@@ -194,7 +194,7 @@ def _split(
     return [place(flat, plan, memo) for flat in flats], plan
 
 
-def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[int, Plan]:
+def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[int, Partition]:
     """A plan for each number of rows that there is, if torch.chunk cuts all of them into equally many parts.
 
     Such as one copy for each device, beside a batch: `adjacency.repeat(len(devices), 1, 1)`. A tensor without rows is
@@ -206,5 +206,5 @@ def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[i
     if len(parts) != 1 or any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
         return {}
     for slots, used in parts.items():
-        plans |= {0: Plan(slots, used, (0,) * len(slots))} if 0 in found else {}
+        plans |= {0: Partition(slots, used, (0,) * len(slots))} if 0 in found else {}
     return plans

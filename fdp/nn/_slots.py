@@ -17,7 +17,7 @@ Registry = tuple[bool, str, dict[str, Any], dict[str, Any]]
 
 
 @final
-class Slots:
+class TensorSlots:
     """The entries of a clone's registries, several under one name where a tensor is tied.
 
     `params` and `buffers` have the names as keys, and `ids` are those of the tensors. Tensors of modules that are no

@@ -23,7 +23,7 @@ from fdp.nn._clone import (
     same,
 )
 from fdp.nn._known import ATOMS, of_library
-from fdp.nn._slots import Slots
+from fdp.nn._slots import TensorSlots
 
 _set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
 
@@ -91,7 +91,7 @@ class Skeleton:
 
     def _place(self, module: nn.Module) -> None:
         """Find the names of the tensors."""
-        self.slots = Slots(module, self.pairs(module), self._registries)
+        self.slots = TensorSlots(module, self.pairs(module), self._registries)
         named = self.slots.params.keys() | self.slots.buffers.keys()
         self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in self.slots.ids}
         # A subclass may name what is in no registry.

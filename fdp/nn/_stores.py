@@ -17,14 +17,14 @@ _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 
 
 @final
-class _Place:
+class _StorePlace:
     """Stands for a store in the outputs of all replicas, which it is equal in."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self._name = number, name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.number == other.number
+        return isinstance(other, _StorePlace) and self.number == other.number
 
     def __hash__(self) -> int:
         return self.number
@@ -41,7 +41,7 @@ def without_stores(outputs: Sequence[Tree], device: torch.device, dim: int, wher
         if not _is_store(leaf):
             return leaf
         own.append(leaf)
-        return _Place(len(own) - 1, type(leaf).__name__)
+        return _StorePlace(len(own) - 1, type(leaf).__name__)
 
     marked = [map_leaves(functools.partial(mark, own=own), output) for own, output in zip(found, outputs, strict=True)]
     if not any(found):
@@ -54,7 +54,7 @@ def with_stores(output: Tree, stores: Sequence[Any]) -> Tree:
     """Inverse of `without_stores`, for the joined output."""
     if not stores:
         return output
-    return map_leaves(lambda leaf: stores[leaf.number] if isinstance(leaf, _Place) else leaf, output)
+    return map_leaves(lambda leaf: stores[leaf.number] if isinstance(leaf, _StorePlace) else leaf, output)
 
 
 def _is_store(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from fdp._placement.moves import is_inexact
-from fdp._placement.plan import Plan
+from fdp._placement.plan import Partition
 from fdp._placement.sharded import Slots
 from fdp._placement.split import flatten_args, plan_args
 from fdp._transforms.arguments import Arg, keyword_args, positional_args
@@ -119,7 +119,7 @@ class Sample(NamedTuple):
         return self.map(rearranged)
 
 
-def _rows_of(plan: Plan, where: str) -> int:
+def _rows_of(plan: Partition, where: str) -> int:
     if plan.sizes is None:
         raise ValueError(f"{where}: in_dims splits none of the inputs, so every run would be the same")
     if sum(plan.sizes) < 2:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fdp._execution.scheduler import Abandoned, Belongings, Member, Turns, Wait
+from fdp._execution.scheduler import Abandoned, Participant, Scheduler, TurnState, Waiter
 from tests.helpers import within
 
 LIMIT = 20.0
@@ -29,39 +29,42 @@ class Only:
 
 
 def start(
-    turns: Turns, work: Callable[[Member], Any], parent: Member | None = None, own: Sequence[Belongings] = ()
+    scheduler: Scheduler,
+    work: Callable[[Participant], Any],
+    parent: Participant | None = None,
+    own: Sequence[TurnState] = (),
 ) -> threading.Thread:
     """A thread that works in turns."""
 
     def serve() -> None:
-        member = Member(turns, own, parent)
-        member.begin()
+        participant = Participant(scheduler, own, parent)
+        participant.begin()
         try:
-            work(member)
+            work(participant)
         finally:
-            member.end()
+            participant.end()
 
-    turns.expect(1, parent)
+    scheduler.expect(1, parent)
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     return thread
 
 
-def wait(member: Member) -> str:
-    """Wait for what nobody does; what is said about it."""
+def wait(participant: Participant) -> str:
+    """Waiter for what nobody does; what is said about it."""
     with pytest.raises(Abandoned, match=r"^nobody comes$") as caught:
-        member.wait(Wait(lambda: Abandoned("nobody comes")))
+        participant.wait(Waiter(lambda: Abandoned("nobody comes")))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [1, 4])
 @pytest.mark.parametrize("own", [True, False])
 def test_all_that_wait_are_told_when_nobody_is_left(limit: int, own: bool):
-    turns, told, only = Turns(limit), [], [Only()] if own else []
-    turns.expect(1)
-    threads = [start(turns, lambda member: told.append(wait(member)), own=only) for _ in range(3)]
+    scheduler, told, only = Scheduler(limit), [], [Only()] if own else []
+    scheduler.expect(1)
+    threads = [start(scheduler, lambda participant: told.append(wait(participant)), own=only) for _ in range(3)]
     assert not told
-    last = Member(turns)  # the fourth, which ends without a word
+    last = Participant(scheduler)  # the fourth, which ends without a word
     last.begin()
     last.end()
     within(LIMIT, lambda: [thread.join() for thread in threads])
@@ -71,21 +74,21 @@ def test_all_that_wait_are_told_when_nobody_is_left(limit: int, own: bool):
 @pytest.mark.parametrize("levels", [1, 2, 3])
 @pytest.mark.parametrize("limit", [1, 4])
 def test_one_that_waits_for_its_children_keeps_nobody_waiting(limit: int, levels: int):
-    turns, told = Turns(limit), []
+    scheduler, told = Scheduler(limit), []
 
-    def work(member: Member, level: int = 0) -> None:
+    def work(participant: Participant, level: int = 0) -> None:
         if level == levels:
-            told.append(wait(member))
+            told.append(wait(participant))
             return
-        children = [start(turns, lambda child: work(child, level + 1), member) for _ in range(2)]
-        member.suspend()
+        children = [start(scheduler, lambda child: work(child, level + 1), participant) for _ in range(2)]
+        participant.suspend()
         for child in children:
             child.join()
-        member.begin()
+        participant.begin()
 
-    turns.expect(1)
-    threads = [start(turns, work) for _ in range(2)]
-    turns.expect(-1)
+    scheduler.expect(1)
+    threads = [start(scheduler, work) for _ in range(2)]
+    scheduler.expect(-1)
     within(LIMIT, lambda: [thread.join() for thread in threads])
     assert told == ["nobody comes"] * 2 ** (levels + 1)
 
@@ -93,27 +96,27 @@ def test_one_that_waits_for_its_children_keeps_nobody_waiting(limit: int, levels
 @pytest.mark.parametrize("early", [True, False])
 def test_one_whose_children_have_ended_is_waited_for(early: bool):
     """Also where they end before it waits for them."""
-    turns, ended = Turns(2), []
-    found = Wait(lambda: Abandoned("nobody comes"))
+    scheduler, ended = Scheduler(2), []
+    found = Waiter(lambda: Abandoned("nobody comes"))
 
-    def waits(member: Member) -> None:
-        member.wait(found)
+    def waits(participant: Participant) -> None:
+        participant.wait(found)
         ended.append("waits")
 
-    def parent(member: Member) -> None:
-        child = start(turns, lambda _: ended.append("child"), member)
+    def parent(participant: Participant) -> None:
+        child = start(scheduler, lambda _: ended.append("child"), participant)
         if early:
             child.join()
-        member.suspend()
+        participant.suspend()
         child.join()
         time.sleep(0.05)  # nobody runs, and nobody is told
-        member.begin()
+        participant.begin()
         ended.append("parent")
-        turns.resolve([found])
+        scheduler.resolve([found])
 
-    turns.expect(1)
-    threads = [start(turns, parent), start(turns, waits)]
-    turns.expect(-1)
+    scheduler.expect(1)
+    threads = [start(scheduler, parent), start(scheduler, waits)]
+    scheduler.expect(-1)
     within(LIMIT, lambda: [thread.join() for thread in threads])
     assert ended == ["child", "parent", "waits"]
 
@@ -121,8 +124,8 @@ def test_one_whose_children_have_ended_is_waited_for(early: bool):
 def test_others_that_run_hide_nobody():
     """Those that take other turns are others."""
     told, over = [], threading.Event()
-    busy = start(Turns(1), lambda _: over.wait(LIMIT))
-    stuck = start(Turns(1), lambda member: told.append(wait(member)))
+    busy = start(Scheduler(1), lambda _: over.wait(LIMIT))
+    stuck = start(Scheduler(1), lambda participant: told.append(wait(participant)))
     within(LIMIT, stuck.join)
     assert told == ["nobody comes"]
     assert busy.is_alive()
@@ -131,51 +134,56 @@ def test_others_that_run_hide_nobody():
 
 
 def test_one_with_belongings_runs_alone_and_waits_without_them():
-    turns, only = Turns(4), Only()
+    scheduler, only = Scheduler(4), Only()
     running, most, waits = [], [], []
 
-    def work(member: Member) -> None:
+    def work(participant: Participant) -> None:
         for _ in range(20):
-            running.append(member)
-            if member.belongings:
+            running.append(participant)
+            if participant.belongings:
                 most.append(len(running))
             time.sleep(0.0005)
-            running.remove(member)
-            mine = Wait(lambda: Abandoned("nobody comes"))
-            turns.resolve(waits)
+            running.remove(participant)
+            mine = Waiter(lambda: Abandoned("nobody comes"))
+            scheduler.resolve(waits)
             waits[:] = [mine]
             try:
-                member.wait(mine)
+                participant.wait(mine)
             except Abandoned:
                 return
 
-    turns.expect(1)
-    threads = [start(turns, work, own=[only] * (i % 2)) for i in range(4)]
-    turns.expect(-1)
+    scheduler.expect(1)
+    threads = [start(scheduler, work, own=[only] * (i % 2)) for i in range(4)]
+    scheduler.expect(-1)
     within(LIMIT, lambda: [thread.join() for thread in threads])
     assert set(most) == {1}
     assert only.taken >= 2
 
 
 def test_one_that_goes_on_alone_waits_for_the_others():
-    turns, only, running, most = Turns(4), Only(), [], []
+    scheduler, only, running, most = Scheduler(4), Only(), [], []
 
-    def beside(member: Member) -> None:
+    def beside(participant: Participant) -> None:
         for _ in range(20):
-            running.append(member)
+            running.append(participant)
             time.sleep(0.0005)
-            running.remove(member)
+            running.remove(participant)
 
-    def alone(member: Member) -> None:
-        member.alone()
-        running.append(member)
+    def alone(participant: Participant) -> None:
+        participant.alone()
+        running.append(participant)
         most.append(len(running))
         time.sleep(0.002)
         most.append(len(running))
-        running.remove(member)
+        running.remove(participant)
 
-    turns.expect(1)
-    threads = [start(turns, beside), start(turns, alone, own=[only]), start(turns, alone), start(turns, beside)]
-    turns.expect(-1)
+    scheduler.expect(1)
+    threads = [
+        start(scheduler, beside),
+        start(scheduler, alone, own=[only]),
+        start(scheduler, alone),
+        start(scheduler, beside),
+    ]
+    scheduler.expect(-1)
     within(LIMIT, lambda: [thread.join() for thread in threads])
     assert most == [1] * 4

@@ -3,6 +3,7 @@
 A function that compiles something when it runs should run alone: torch.compile is not made for other threads beside it.
 """
 
+import contextlib
 import functools
 import sys
 import types
@@ -17,7 +18,7 @@ _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary() 
 _most = 0
 _TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
 _APART: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards have not
-_ORDERED: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that must run alone
+_ORDERED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()  # with what they close over
 
 
 _SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -89,12 +90,12 @@ def note(fn: Any, slot: Slot, compiled: bool) -> None:
 
 def must_run_in_order(fn: Any) -> bool:
     """Whether `fn` has refused to run beside others."""
-    return len(_ORDERED) > 0 and _key(fn) in _ORDERED
+    return len(_ORDERED) > 0 and _closed_over(fn) in _ORDERED.get(_key(fn), ())
 
 
 def remember_order(fn: Any) -> None:
     """Keep in mind that `fn` refuses to run beside others."""
-    _ORDERED.add(_key(fn))
+    _ORDERED.setdefault(_key(fn), set()).add(_closed_over(fn))
 
 
 def must_run_together(fn: Any) -> bool:
@@ -150,6 +151,17 @@ def _key(fn: Any) -> Any:
     except TypeError:  # an object without a hash, or that nothing can refer to weakly
         return type(key)
     return key
+
+
+def _closed_over(fn: Any) -> int:
+    """Which functions `fn` closes over, by their code: a wrapper is another function for each that it wraps."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    contents = []
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty still
+            contents.append(cell.cell_contents)
+    return hash(tuple(id(getattr(each, "__code__", None)) for each in contents))
 
 
 def _kind(slot: Slot) -> Any:

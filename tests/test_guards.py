@@ -635,3 +635,21 @@ def test_threads_that_a_shard_starts_may_look_too():
         assert torch.equal(fdp.dp_apply(fn, X[0], X, fdp.virtual_devices(4), executor="threads"), X)
     for context in late:
         context.run(torch.get_rng_state)
+
+
+def test_a_function_that_closes_over_an_object_with_attributes_of_its_own():
+    """Only functions are asked for their code."""
+
+    class Mapping:
+        def __getattr__(self, name: str) -> Any:
+            return {"scale": 2.0}[name]
+
+    kept = Mapping()
+
+    def checkpointed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        torch.get_rng_state()
+        return x * w * kept.scale
+
+    w, x = torch.tensor(3.0), torch.arange(4.0)
+    for _ in range(2):
+        assert torch.equal(fdp.dp_apply(checkpointed, w, x, fdp.virtual_devices(2), executor="threads"), x * 6)

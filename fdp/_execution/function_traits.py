@@ -157,11 +157,12 @@ def _closed_over(fn: Any) -> int:
     """Which functions `fn` closes over, by their code: a wrapper is another function for each that it wraps."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    contents = []
+    codes = []
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # it is empty still
-            contents.append(cell.cell_contents)
-    return hash(tuple(id(getattr(each, "__code__", None)) for each in contents))
+            if isinstance(cell.cell_contents, types.FunctionType):
+                codes.append(id(cell.cell_contents.__code__))
+    return hash(tuple(codes))
 
 
 def _kind(slot: Slot) -> Any:

@@ -140,7 +140,7 @@ def check_several(fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Any], 
     """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
     held = [(i, _elements(arg.tree)) for i, arg in enumerate(args)]
     several = [(i, elements) for i, elements in held if elements is not None and len(elements) != 1]
-    if not several or torch.compiler.is_compiling():
+    if not several or torch.compiler.is_compiling() or _plainly_binds(fn, len(args), kwargs):
         return
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
@@ -175,6 +175,14 @@ def _elements(tree: Tree) -> Sequence[Tree] | None:
     """Those of a list or tuple, also if each slot has one."""
     tree = tree.shards[0] if isinstance(tree, Slots) else tree
     return tree if type(tree) in (list, tuple) else None
+
+
+def _plainly_binds(fn: Function, count: int, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of Python takes so many positional arguments and no others: its signature takes long."""
+    if kwargs or not isinstance(fn, types.FunctionType) or fn.__code__.co_kwonlyargcount:
+        return False
+    most = fn.__code__.co_argcount
+    return most - len(fn.__defaults__ or ()) <= count <= most
 
 
 def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

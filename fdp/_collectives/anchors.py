@@ -24,7 +24,7 @@ class Anchor:
     """One more input of a function that is differentiated, beside others, and what its collectives have made of it."""
 
     def __init__(self, start: Tensor, inputs: Sequence[Tensor] = ()) -> None:
-        self.start, self._inputs = start, inputs
+        self.start, self.inputs = start, inputs
         self._ends: list[Tensor] = []
 
     def ends(self) -> list[Tensor]:
@@ -37,7 +37,7 @@ class Anchor:
 
     def is_passed(self, made: Iterable[Tensor]) -> bool:
         """Whether something is made of a leaf outside of the function, which is not one of the inputs."""
-        inputs = {id(x) for x in (*self._inputs, self.start, *starts())}
+        inputs = {id(x) for x in (*self.inputs, self.start, *starts())}
         stack, seen = [tensor.grad_fn for tensor in made], set()
         while stack:
             node = stack.pop()
@@ -47,7 +47,7 @@ class Anchor:
             parents = node.next_functions
             if not parents:  # the nodes of leaves, and few others
                 variable = getattr(node, "variable", None)
-                if variable is not None and id(variable) not in inputs:
+                if variable is not None and id(variable) not in inputs and not hasattr(variable, _STANDS_IN):
                     return True
             stack.extend([parent for parent, _ in parents])
         return False
@@ -72,6 +72,16 @@ def are_from_outside(made: Sequence[Tensor]) -> Callable[[], bool]:
     return partial(anchors[-1].is_passed, made) if anchors else lambda: True
 
 
+_STANDS_IN = "stands_in_for_fdp"
+
+
+def leaf_like(x: Tensor) -> Tensor:
+    """A leaf with the values of a tensor that needs no gradient: where it stands, slots meet in a backward."""
+    leaf = x.detach().requires_grad_()
+    setattr(leaf, _STANDS_IN, True)
+    return leaf
+
+
 def no_elements() -> Tensor:
     """A tensor to begin with."""
     return torch.zeros(0, device="cpu")
@@ -80,6 +90,11 @@ def no_elements() -> Tensor:
 def starts() -> list[Tensor]:
     """What a collective takes more, for each function that is differentiated here."""
     return [anchor.start for anchor in ANCHORS.get()]
+
+
+def differentiated() -> list[Tensor]:
+    """What the gradient functions around this code differentiate in."""
+    return [x for anchor in ANCHORS.get() for x in anchor.inputs]
 
 
 def add_ends(ends: Sequence[Tensor]) -> None:

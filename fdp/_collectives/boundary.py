@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fdp._collectives.anchors import add_ends, starts
+from fdp._collectives.anchors import add_ends, leaf_like, starts
 from fdp._collectives.graph import (
     MET,
     ONLY_MEETS,
@@ -92,7 +92,7 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
     ]
     meets_elsewhere = any(part.calls() - {runs.token} for part in parts)
     if meets_elsewhere:  # slots of calls around this one come to its backward, also where it has nothing to give
-        parts[0] = parts[0].ending_in(torch.zeros(0, requires_grad=True))
+        parts[0] = parts[0].ending_in(leaf_like(torch.zeros(0)))
     outer: dict[int, Tensor] = {id(x): x for each in ends for x in each.outer}
     targets = []
     for part, own in zip(parts, ends, strict=True):

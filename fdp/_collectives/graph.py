@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from fdp._collectives.anchors import differentiated
 from fdp._trees import torch_private
 
 Grad = Tensor | None
@@ -75,11 +76,17 @@ class SlotGraph(NamedTuple):
 
     @staticmethod
     def of(outs: list[Tensor], inputs: Sequence[Tensor], met: Iterable[Any] = ()) -> "SlotGraph":
-        """With leaves that are used by another way than through the inputs as more inputs; it has `met` there too."""
-        ids, seen = {id(x) for x in inputs}, {x.grad_fn for x in inputs}
+        """With what is used by another way than through the inputs as more inputs; it has `met` there too.
+
+        That is leaves, and what a gradient function around the call differentiates in.
+        """
+        ids, stops = {id(x) for x in inputs}, {x.grad_fn: x for x in differentiated() if x.grad_fn is not None}
+        seen = {x.grad_fn for x in inputs} | stops.keys()
         reached = _nodes((x.grad_fn for x in outs), seen)
         others = _nodes(met, seen)
+        nodes = [*(x.grad_fn for x in outs), *(parent for x in (*reached, *others) for parent, _ in x.next_functions)]
         leaves = [x for x in outs if x.is_leaf] + [x.variable for x in (*reached, *others) if _is_of_leaf(x)]
+        leaves += [stops[node] for node in nodes if node in stops]
         more = {id(x): x for x in leaves if x.requires_grad and id(x) not in ids}
         meetings = {x.meeting.number: x for x in (*reached, *others) if _meets(x)}
         return SlotGraph(outs, [*inputs, *more.values()], meetings, not any(map(_meets, others)))
@@ -101,15 +108,18 @@ class SlotGraph(NamedTuple):
         return [x.grad_fn for x, grad in zip(self.outs, given, strict=True) if grad is not None]
 
     def beside(self, given: Sequence[Grad], wanted: Iterable[Any]) -> list[Any]:
-        """The nodes for what is wanted that no gradient leads to, nor another of these; the latest first."""
+        """The nodes for what is wanted that no gradient leads to, nor another of these."""
         seen: set[Any] = set()
         _nodes(self.ends(given), seen)
-        found = []
-        for node in sorted((self.meetings[number] for number in wanted), key=lambda x: -torch_private.sequence_nr(x)):
-            if node not in seen:
-                found.append(node)
-                _nodes([node], seen)
-        return found
+        found: dict[Any, None] = {}
+        for number in wanted:
+            node = self.meetings[number]
+            if node in seen:
+                continue
+            below = set(_nodes([node], seen.difference(found)))  # numbers of nodes do not tell: other threads made some
+            seen.update(below)
+            found = {other: None for other in found if other not in below} | {node: None}
+        return list(found)
 
     def put_behind(self, ends: Iterable[Any], first: int, before: int) -> int:
         """Number the nodes that have just been made for gradients as if this thread had made the whole graph.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._collectives.anchors import add_ends, starts
+from fdp._collectives.anchors import add_ends, leaf_like, starts
 from fdp._collectives.graph import ONLY_MEETS, Grad, Meeting, kinds_of, note_nodes, refuse_batched
 from fdp._collectives.meeting import OF, meet
 from fdp._collectives.operations import Extreme, Operation
@@ -17,7 +17,7 @@ from fdp._placement.slot import AXES
 
 def attached(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, as leaves where they have no part in a gradient yet."""
-    return [x.detach().requires_grad_() if is_inexact(x) and not x.requires_grad else x for x in tensors]
+    return [leaf_like(x) if is_inexact(x) and not x.requires_grad else x for x in tensors]
 
 
 class Handle:

@@ -163,6 +163,9 @@ class Peers:
     def refuse(self, where: str, way_out: str) -> None:
         """Raise if there are others, which what comes next would have to talk to."""
 
+    def __repr__(self) -> str:
+        return f"Peers({self.place})"
+
     def __str__(self) -> str:
         return ""
 

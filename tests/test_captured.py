@@ -21,6 +21,13 @@ def by_collective(w: Tensor, x: Tensor) -> Tensor:
     )(x)
 
 
+def two_calls_deep(w: Tensor, x: Tensor) -> Tensor:
+    def on_slot(rows: Tensor) -> Tensor:
+        return fdp.psum(by_collective(w, rows), "outer")
+
+    return fdp.shard_map(on_slot, devices=TWO, out_dims=None, axis_name="outer")(x)
+
+
 def without_collective(w: Tensor, x: Tensor) -> Tensor:
     parts: Any = fdp.parallel_apply(lambda r: (r @ w).sin().sum(), fdp.scatter(x, TWO))
     return torch.stack(parts.shards).sum()
@@ -36,6 +43,7 @@ def alone(w: Tensor, x: Tensor) -> Tensor:
 
 LOSSES: dict[str, tuple[Loss, Loss]] = {
     "psum": (by_collective, alone),
+    "two-calls-deep": (two_calls_deep, alone),
     "parallel_apply": (without_collective, alone),
     "also-outside": (also_outside, lambda w, x: alone(w, x) * w.exp().sum()),
 }

@@ -57,13 +57,19 @@ class Anchor:
         if torch.compiler.is_compiling():
             return call()
         before = ANCHORS.set((*(ANCHORS.get() if around else ()), self))
+        outside = DIFFERENTIATED.set((*DIFFERENTIATED.get(), *self.inputs))
         try:
             return call()
         finally:
             ANCHORS.reset(before)
+            DIFFERENTIATED.reset(outside)
 
 
 ANCHORS: contextvars.ContextVar[tuple[Anchor, ...]] = contextvars.ContextVar("fdp_anchors", default=())
+"""Of the gradient functions around this code, in its own slot: each slot has a graph of its own."""
+
+DIFFERENTIATED: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("fdp_differentiated", default=())
+"""What all gradient functions around this code differentiate in, those around its slot too: code may close over it."""
 
 
 def are_from_outside(made: Sequence[Tensor]) -> Callable[[], bool]:
@@ -90,11 +96,6 @@ def no_elements() -> Tensor:
 def starts() -> list[Tensor]:
     """What a collective takes more, for each function that is differentiated here."""
     return [anchor.start for anchor in ANCHORS.get()]
-
-
-def differentiated() -> list[Tensor]:
-    """What the gradient functions around this code differentiate in."""
-    return [x for anchor in ANCHORS.get() for x in anchor.inputs]
 
 
 def add_ends(ends: Sequence[Tensor]) -> None:

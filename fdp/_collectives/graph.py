@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fdp._collectives.anchors import differentiated
+from fdp._collectives.anchors import DIFFERENTIATED
 from fdp._trees import torch_private
 
 Grad = Tensor | None
@@ -80,7 +80,7 @@ class SlotGraph(NamedTuple):
 
         That is leaves, and what a gradient function around the call differentiates in.
         """
-        ids, stops = {id(x) for x in inputs}, {x.grad_fn: x for x in differentiated() if x.grad_fn is not None}
+        ids, stops = {id(x) for x in inputs}, {x.grad_fn: x for x in DIFFERENTIATED.get() if x.grad_fn is not None}
         seen = {x.grad_fn for x in inputs} | stops.keys()
         reached = _nodes((x.grad_fn for x in outs), seen)
         others = _nodes(met, seen)

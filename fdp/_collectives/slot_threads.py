@@ -214,7 +214,7 @@ class _Lockstep:
         """What the calling thread does for a slot; raises what is no Exception."""
         around, faking = self._around, self._settings.state.fake is not None
         keeps = index == 0 and not faking and (around is None or not around.belongings)
-        participant = self._member([KeptGenerators(self._slots[0][0].device)] if keeps else [])
+        participant = self._participant([KeptGenerators(self._slots[0][0].device)] if keeps else [])
         self._first = participant
         before = torch_private.is_multithreading_enabled()
         try:
@@ -233,9 +233,9 @@ class _Lockstep:
         faking = self._settings.state.fake is not None
         random = None if seed is None or faking else OwnGenerators(fold_in(seed, place.index), place.device)
         self._randoms += [] if random is None else [random]
-        self._run_as(index, self._member([] if random is None else [random]), random)
+        self._run_as(index, self._participant([] if random is None else [random]), random)
 
-    def _member(self, own: Sequence[OwnGenerators]) -> Participant:
+    def _participant(self, own: Sequence[OwnGenerators]) -> Participant:
         """With generators of its own, or those of the one that waits for it."""
         around = self._around
         return Participant(

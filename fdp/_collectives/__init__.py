@@ -1,5 +1,5 @@
-"""What slots do together: collectives, where they meet, who has a turn, and how gradients go back through them.
+"""What slots do together: collectives, where they meet, and how gradients go back through them.
 
-It imports the rooms below. `run` is the way in for the rooms above: it runs the shards of a call
-and finds out by itself whether they meet.
+It imports `_execution`, `_placement` and `_trees`. `run` is the way in for the rooms above: it runs the shards of a
+call and finds out by itself whether they meet.
 """

@@ -11,7 +11,7 @@ What holds at any time:
 - A shard that does not fit beside others raises `InOrder` in its own thread, or in one of the pool that works for it.
   A thread that the function has started is not disturbed: nobody would catch it there. The flag `is_refused` counts,
   not the exception, so a function may catch what it likes.
-- Where functions have effects nothing begins anew: see `running`.
+- Where functions have effects nothing begins anew: see `alone`.
 
 `run_side_by_side` may be called from any thread, in shards too. `refuse` is called in shards, the other methods by the
 caller or, `help` alone, by the pool. `_Lanes._lock` and the lock of `Running` are never held together, and no other
@@ -32,12 +32,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from fdp._execution.alone import Running
 from fdp._execution.function_traits import compilations, is_cold, may_compile, note, remember_order
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import install
 from fdp._execution.pool import cores, is_pooled, post, releasing, reserve
 from fdp._execution.restart import InOrder, Restart
-from fdp._execution.running import Running
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.slot import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
 

@@ -1,4 +1,7 @@
-"""Modules, and the functions of torch.nn.parallel on the plan and the trees of fdp."""
+"""Modules as functions, and torch.nn.parallel on the plan and the trees of fdp.
+
+It imports `_collectives`, `_execution`, `_placement` and `_trees`.
+"""
 
 from fdp.nn._parallel_apply import parallel_apply as parallel_apply
 from fdp.nn._replicate import replicate as replicate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
-from fdp.nn._known import ATOMS, LruCache, content, may_lead_to, members
+from fdp.nn._reachable import ATOMS, LruCache, content, may_lead_to, members
 
 _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 

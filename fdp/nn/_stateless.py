@@ -22,7 +22,7 @@ from fdp.nn._clone import (
     refill,
     same,
 )
-from fdp.nn._known import ATOMS, of_library
+from fdp.nn._reachable import ATOMS, of_library
 from fdp.nn._slots import TensorSlots
 
 _set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__

@@ -1,4 +1,7 @@
-"""Helpers for testing data-parallel code, and for trying it without the hardware."""
+"""Helpers for testing data-parallel code, and for trying it without the hardware.
+
+It imports any room but `_command`.
+"""
 
 from fdp.testing._accelerator import install_virtual_accelerator as install_virtual_accelerator
 from fdp.testing._assertions import assert_data_parallel as assert_data_parallel

@@ -10,7 +10,7 @@ import torch
 
 from fdp._command._results import Result, Status
 
-# pyproject.toml and .ci/constraints.txt say the same: tests/test_command.py compares.
+# pyproject.toml and .ci/constraints.txt say the same: tests/command/test_command.py compares.
 OLDEST = {"python": (3, 11), "torch": (2, 11), "optree": (0, 14)}
 TESTED = (2, 15)  # the newest torch that the tests have run with
 

@@ -9,7 +9,7 @@ import torch
 
 import fdp
 
-SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 DEVICES = fdp.virtual_devices(3)
 
 

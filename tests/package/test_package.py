@@ -15,7 +15,7 @@ import pytest
 import fdp
 from tests import public_api
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("fdp", "benchmarks/peers") for path in (ROOT / folder).rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

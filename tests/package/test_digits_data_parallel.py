@@ -14,7 +14,7 @@ for package in ("matplotlib", "rich", "sklearn"):
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     before = torch.get_num_threads()
     yield importlib.import_module("digits_data_parallel")
     torch.set_num_threads(before)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.test_collectives_faults import within
 from tests.helpers import assert_close_tree, many_cores, numbers
-from tests.test_collectives_faults import within
 
 EXECUTORS = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fdp
 from tests.helpers import COUNTS, assert_close_tree, assert_same_tree, many_cores, numbers
-from tests.test_docs import ROOT, blocks
+from tests.package.test_docs import ROOT, blocks
 
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)

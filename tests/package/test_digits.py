@@ -14,7 +14,7 @@ import fdp
 for package in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(package)
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 QUICK = ("--epochs", "1", "--batch-size", "400")  # batches of 400, 400, 400 and 237
 
 

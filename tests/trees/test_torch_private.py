@@ -7,7 +7,7 @@ import pytest
 
 from fdp._trees import torch_private
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ON_OBJECTS = {"_version", "_sequence_nr", "_set_sequence_nr", "_use_count", "_base", "_cdata", "_backward_hooks"}
 
 

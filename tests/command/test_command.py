@@ -18,7 +18,7 @@ import fdp
 from fdp._command import _balance, _copies, _doctor, _hardware, _loopback, _versions, run
 from fdp._command._results import Result
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 

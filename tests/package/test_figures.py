@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
 SCRIPTS = sorted(path for path in FIGURES.glob("*.py") if not path.stem.startswith("_"))
 

@@ -20,10 +20,10 @@ from fdp._execution.prefetch import prefetch as prefetch
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices
 from fdp._placement.picture import Picture as Picture
+from fdp._placement.plan import Plan as Plan
+from fdp._placement.plan import PlannedLeaf as PlannedLeaf
 from fdp._placement.replicate import replicate as replicate
 from fdp._placement.replicate import unreplicate as unreplicate
-from fdp._placement.report import Plan as Plan
-from fdp._placement.report import PlannedLeaf as PlannedLeaf
 from fdp._placement.scatter import gather as gather
 from fdp._placement.scatter import scatter as scatter
 from fdp._placement.sharded import Replicated as Replicated

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.moves import concat, total
-from fdp._placement.plan import balanced
+from fdp._placement.partition import balanced
 
 Sizes = tuple[int, ...]
 

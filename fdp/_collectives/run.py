@@ -29,8 +29,8 @@ from fdp._execution.random import bookmark, seeded
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
+from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
-from fdp._placement.plan import Partition
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in

@@ -13,7 +13,7 @@ import torch
 
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.devices import as_devices
-from fdp._placement.plan import check_weights
+from fdp._placement.partition import check_weights
 from fdp._placement.scatter import scatter
 from fdp._placement.sharded import Sharded, Slots
 from fdp._trees.tree import map_tensors, tensors_in

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fdp._placement.devices import is_faking
+from fdp._placement.dims import REDUCTIONS, check_out_dim
 from fdp._placement.moves import accumulator, concat, copy, is_inexact, layers, to_device, total
-from fdp._placement.plan import REDUCTIONS, check_out_dim
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, first_difference, flatten, is_array, unflatten

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.join import join
-from fdp._placement.plan import Partition
+from fdp._placement.partition import Partition
 from fdp._trees.tree import Flat
 from fdp._trees.types import Dims, Tree
 

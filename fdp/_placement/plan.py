@@ -1,120 +1,108 @@
-"""The plan: from rows and slots to rows for each slot. Nothing here sees a tensor."""
+"""The plan of a call, to read and to look at."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import torch
 
-from fdp._trees.listing import quoted
+from fdp._placement.transfers import Collective, Transfer
+from fdp._trees.table import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
 
-REDUCTIONS = ("mean", "sum", "max", "min", "stack", "list")
 
+@dataclasses.dataclass(frozen=True)
+class PlannedLeaf:
+    """One leaf of the arguments or the output of a call.
 
-class Partition(NamedTuple):
-    """Which shards there are: the position of each in the device list, its device, its rows.
-
-    `sizes` is None where nothing is split. Gradient accumulation gives a slot several shards.
+    Attributes:
+        path: Where it stands: `"inputs[0]['x']"`.
+        dtype: None if it is no tensor.
+        shape: That of the whole. Of an output, when it is joined; None where it becomes a list, or is no tensor.
+        how: What happens to it: `"split along dim 0"`, `"whole"`, `"concatenated along dim 0"`, `"mean"`, ...
+        rows: Rows on each slot, None if it is not split.
+        nbytes: Bytes on each slot. Slots that share a device share what is whole.
+        copies: How many copies to other devices are made of it.
+        copied: The bytes of these.
     """
 
-    slots: tuple[int, ...]
+    path: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None
+    how: str
+    rows: tuple[int, ...] | None
+    nbytes: tuple[int, ...]
+    copies: int
+    copied: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Plan(Drawn):
+    """What `explain` found: what a call of `dp_apply` will do. It prints itself.
+
+    Attributes:
+        devices: The device of each slot that has a shard.
+        sizes: Rows of each of these, None if nothing is split.
+        arguments: The leaves of `params`, `inputs` and `kwargs`.
+        outputs: The leaves of the output, None if they cannot be known.
+        collectives: What slots exchange, in order: name, tensors and bytes that slot 0 brings.
+        copies: All copies between devices, in order, as `transfers` logs them.
+        problem: Why outputs are not known: the function depends on values, or what it raised.
+    """
+
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...] | None
+    arguments: tuple[PlannedLeaf, ...]
+    outputs: tuple[PlannedLeaf, ...] | None
+    collectives: tuple[Collective, ...]
+    copies: tuple[Transfer, ...]
+    problem: str | None = None
 
-    def rows(self, index: int) -> range | None:
-        """The rows of the whole that a shard holds."""
-        if self.sizes is None:
-            return None
-        start = sum(self.sizes[:index])
-        return range(start, start + self.sizes[index])
+    def drawing(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
 
+        parts: list[Any] = [self._slots(), "", _leaves("Arguments", self.arguments), ""]
+        if self.outputs is None:
+            parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))
+        else:
+            parts.append(_leaves("Outputs", self.outputs))
+        parts.append("")
+        if self.collectives:
+            rows = [(name, str(tensors), size_text(nbytes)) for name, tensors, nbytes in self.collectives]
+            parts.append(table("Collectives", ["name", "tensors", "bytes a slot"], rows, ["tensors", "bytes a slot"]))
+            parts.append("")
+        moved = size_text(sum(copy.nbytes for copy in self.copies))
+        parts.append(Text.assemble(("Copies between devices: ", "bold"), f"{len(self.copies)} ({moved})"))
+        return Group(*parts)
 
-def make_plan(
-    rows: int | None,
-    devices: tuple[torch.device, ...],
-    shares: Sequence[int] | None = None,
-    *,
-    keep_empty: bool = False,
-) -> Partition:
-    """Leave out slots without rows, unless they are kept; no rows at all are one empty shard on slot 0."""
-    sizes = None if rows is None else tuple(shares or balanced(rows, len(devices)))
-    slots = tuple(range(len(devices)))
-    if not keep_empty:
-        slots = tuple(i for i in slots if sizes and sizes[i] > 0) or (0,)
-    return Partition(slots, tuple(devices[i] for i in slots), sizes and tuple(sizes[i] for i in slots))
+    def _slots(self) -> Any:
+        from rich.text import Text
 
-
-def microbatched(plan: Partition, microbatches: int) -> Partition:
-    """Cut every shard of a plan into pieces, as even as can be and none empty."""
-    if not plan.sizes or microbatches == 1:
-        return plan
-    found = [
-        (slot, device, piece)
-        for slot, device, size in zip(plan.slots, plan.devices, plan.sizes, strict=True)
-        for piece in pieces(size, microbatches)
-    ]
-    slots, devices, sizes = zip(*found, strict=True)
-    return Partition(slots, devices, sizes)
-
-
-def pieces(rows: int, microbatches: int) -> tuple[int, ...]:
-    """The rows of each microbatch of a shard."""
-    return balanced(rows, max(1, min(rows, microbatches)))
-
-
-def balanced(rows: int, slots: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one, larger first."""
-    each, extra = rows // slots, rows % slots
-    return tuple(each + (i < extra) for i in range(slots))
-
-
-def chunked(rows: int, slots: int) -> tuple[int, ...]:
-    """The sizes that `torch.chunk` makes, with zeros for the chunks that it does not make."""
-    each = -(-rows // slots)
-    return tuple(max(0, min(each, rows - i * each)) for i in range(slots))
-
-
-def proportional(rows: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Sizes in proportion to the weights, by the method of largest remainder."""
-    # In whole numbers: floats could round a quota up and give out too many rows.
-    ratios = [float(weight).as_integer_ratio() for weight in weights]
-    common = max(denominator for _, denominator in ratios)  # powers of two
-    shares = [numerator * (common // denominator) for numerator, denominator in ratios]
-    sizes = [rows * share // sum(shares) for share in shares]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: -(rows * shares[i] % sum(shares)))
-    for i in by_remainder[: rows - sum(sizes)]:
-        sizes[i] += 1
-    return tuple(sizes)
-
-
-def check_weights(weights: Iterable[float], slots: int, where: str, *, whole: bool = True) -> tuple[float, ...]:
-    """The weights as numbers: one a slot, finite, none negative, and if they are the `whole`, not all zero."""
-    try:
-        if isinstance(weights, Mapping | Set | str):
-            raise TypeError("unordered")
-        numbers = tuple(float(weight) for weight in weights)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{where}: weights must be a sequence of numbers, one a slot, got {weights!r}") from None
-    if len(numbers) != slots:
-        raise ValueError(f"{where}: {len(numbers)} weights for {slots} slots; expected one a slot")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in numbers) or (whole and sum(numbers) == 0):
-        raise ValueError(f"{where}: weights must be finite, not negative and not all zero, got {list(numbers)}")
-    return numbers
-
-
-def check_in_dim(spec: object, path: str) -> None:
-    """An input's spec, when functions have been called, is an int, None or 'items'."""
-    if isinstance(spec, bool) or not (spec is None or spec == "items" or isinstance(spec, int)):
-        raise ValueError(
-            f"the dim for {path} is {quoted(spec)}; expected an int (split), None (whole), 'items' (split a list) "
-            "or a function of the tensor that returns one of these"
+        color_of = colors(self.devices)
+        start, rows = 0, []
+        for slot, device in enumerate(self.devices):
+            size = None if self.sizes is None else self.sizes[slot]
+            extent = "" if size is None else f"{start}:{start + size}"
+            start += size or 0
+            nbytes = sum(leaf.nbytes[slot] for leaf in self.arguments)
+            name = Text(str(device), style=color_of(device))
+            rows.append((str(slot), name, extent, "" if size is None else str(size), size_text(nbytes)))
+        of = (
+            "nothing to split: one slot"
+            if self.sizes is None
+            else f"{count_text(sum(self.sizes), 'row', 'rows')} on {count_text(len(self.devices), 'slot', 'slots')}"
         )
+        head = ["slot", "device", "from:to", "rows", "bytes"]
+        return table(f"Plan: {of}", head, rows, ["slot", "from:to", "rows", "bytes"])
 
 
-def check_out_dim(spec: object, path: str) -> None:
-    """An output's spec is an int, None, 'items' or the name of a reduction."""
-    if isinstance(spec, bool) or not (spec is None or isinstance(spec, int) or spec in ("items", *REDUCTIONS)):
-        raise ValueError(
-            f"the out_dim for {path} is {quoted(spec)}; expected an int (concatenate), None (slot 0's value), "
-            f"'items' (join lists) or one of {', '.join(map(repr, REDUCTIONS))}"
-        )
+def _leaves(title: str, leaves: tuple[PlannedLeaf, ...]) -> Any:
+    numbers = ["bytes a slot", "copies"]
+    return table(title, ["leaf", "tensor", "how", "rows", *numbers], map(_cells, leaves), numbers)
+
+
+def _cells(leaf: PlannedLeaf) -> list[str]:
+    kind = "" if leaf.dtype is None else dtype_text(leaf.dtype) + ("" if leaf.shape is None else str(list(leaf.shape)))
+    rows = "" if leaf.rows is None else runs_text(leaf.rows)
+    nbytes = runs_text(map(size_text, leaf.nbytes)) if any(leaf.nbytes) else ""
+    copies = f"{leaf.copies} ({size_text(leaf.copied)})" if leaf.copies else ""
+    return [leaf.path, kind, leaf.how, rows, nbytes, copies]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from fdp._placement.devices import as_device, as_devices
+from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
-from fdp._placement.plan import check_weights
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split import flatten_args, place, plan_args
 from fdp._trees.profiling import stage

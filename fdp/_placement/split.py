@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fdp._placement.devices import as_devices
+from fdp._placement.dims import check_in_dim
 from fdp._placement.moves import Memo, copy, copy_once, split, to_device
+from fdp._placement.partition import Partition, balanced, check_weights, make_plan, proportional
 from fdp._placement.peers import Peers, peers_of
-from fdp._placement.plan import Partition, balanced, check_in_dim, check_weights, make_plan, proportional
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdp._placement.moves import accumulate, accumulator, concat, copy, is_inexact, is_ours
-from fdp._placement.plan import Partition
+from fdp._placement.partition import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._placement.split import flatten_args

@@ -8,8 +8,8 @@ import torch
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, check_options, run_all, slots_of
 from fdp._placement.devices import as_device, as_devices
+from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, peers_of
-from fdp._placement.plan import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split import common_peers

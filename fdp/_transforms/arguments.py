@@ -9,8 +9,8 @@ import torch
 
 from fdp._collectives.run import check_options
 from fdp._placement.moves import Memo
+from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import PeerCall
-from fdp._placement.plan import Partition, microbatched
 from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.split import common_peers, flatten_args, held_slots, place, plan_args
 from fdp._transforms.purity import MutationCheck

@@ -15,8 +15,8 @@ from fdp._execution.function_traits import meets, must_run_together, remember_ap
 from fdp._execution.restart import Again, forget_restarts
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
+from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
-from fdp._placement.plan import pieces
 from fdp._placement.slot import Slot
 from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import (

@@ -10,8 +10,8 @@ import torch
 
 from fdp._collectives.run import check_options
 from fdp._placement.peers import peers_of
-from fdp._placement.report import Plan
-from fdp._placement.report_rows import of_arguments, of_outputs
+from fdp._placement.plan import Plan
+from fdp._placement.planned_leaves import of_arguments, of_outputs
 from fdp._placement.sharded import Slots
 from fdp._placement.slot import current_slot, text_of
 from fdp._placement.split import flatten_args, plan_args

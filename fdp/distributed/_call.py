@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fdp._collectives.graph import captured
 from fdp._execution.patches import is_forward_mode
+from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
-from fdp._placement.plan import Partition
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, digest_of, flatten, tensors_in

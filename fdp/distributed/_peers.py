@@ -6,8 +6,8 @@ from typing import Any, final
 
 import torch
 
+from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Peers
-from fdp._placement.plan import Partition
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
 from fdp.distributed._call import MeshCall, begin

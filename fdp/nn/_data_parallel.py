@@ -13,7 +13,7 @@ from fdp._collectives.run import Mode, check_options
 from fdp._execution.function_traits import mark
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
-from fdp._placement.plan import check_weights
+from fdp._placement.partition import check_weights
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone, leave_alone
 from fdp.nn._device_ids import devices_of, index_of

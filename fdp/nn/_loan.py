@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from fdp._placement.plan import Partition
+from fdp._placement.partition import Partition
 from fdp._trees import torch_private
 from fdp.nn._buffers import write_first, write_means
 from fdp.nn._containers import Separated

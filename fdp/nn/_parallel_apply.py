@@ -11,7 +11,7 @@ from torch import nn
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, run_all, slots_of
 from fdp._placement.devices import as_device
-from fdp._placement.plan import Partition
+from fdp._placement.partition import Partition
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import DeviceLike
 

@@ -9,7 +9,7 @@ import torch
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.join import join
 from fdp._placement.moves import Memo
-from fdp._placement.plan import Partition, chunked, make_plan
+from fdp._placement.partition import Partition, chunked, make_plan
 from fdp._placement.sharded import Slots
 from fdp._placement.split import check_tracing, flatten_args, place, plan_args, rows_of
 from fdp._trees.tree import Flat, tensors_in

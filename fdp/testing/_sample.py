@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from fdp._placement.moves import is_inexact
-from fdp._placement.plan import Partition
+from fdp._placement.partition import Partition
 from fdp._placement.sharded import Slots
 from fdp._placement.split import flatten_args, plan_args
 from fdp._transforms.arguments import Arg, keyword_args, positional_args

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from fdp._placement.plan import Partition
-from fdp._placement.report import PlannedLeaf
+from fdp._placement.partition import Partition
+from fdp._placement.plan import PlannedLeaf
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.transfers import Transfer, nbytes_of
 from fdp._trees.tree import Flat, flatten, leaves_up_to, tensors_in

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from property_tests.containers import children_of, mapped, tensors_of
 from property_tests.places import moved
+from tests.common.containers import children_of, mapped, tensors_of
 
 
 def assert_same(got: Any, want: Any, path: str = "tree") -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from property_tests.containers import leaves_of, mapped, tensors_of
+from tests.common.containers import leaves_of, mapped, tensors_of
 
 
 def sines(*shape: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import fdp
 from fdp.testing import install_virtual_accelerator
 from fdp.testing._virtual_tensor import VirtualTensor
-from property_tests.containers import mapped
+from tests.common.containers import mapped
 
 ACCELERATOR = os.environ.get("ACCELERATOR", "")
 if ACCELERATOR not in ("", "virtual"):

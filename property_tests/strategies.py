@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 import fdp
-from property_tests.containers import KINDS
 from property_tests.functions import features, row_wise, sines, summary, value_and_grads
 from property_tests.places import ACCELERATOR, CPU, PLACES, moved
+from tests.common.containers import KINDS
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_close, assert_same
-from property_tests.containers import Frozen, Point, mapped
 from property_tests.functions import grads_of, sines, summary
 from property_tests.places import cpu_only
 from property_tests.strategies import Split, splits
+from tests.common.containers import Frozen, Point, mapped
 
 pytestmark = cpu_only
 # Compiling takes its time: few examples, and those that fail are not made smaller.

@@ -10,10 +10,10 @@ from torch import nn
 
 import fdp
 from property_tests.comparing import assert_close, assert_same
-from property_tests.containers import tensors_of
 from property_tests.functions import sines, summary
 from property_tests.places import CPU, moved, spread
 from property_tests.strategies import batches, devices, executors, slot_counts, weights
+from tests.common.containers import tensors_of
 
 
 class RowWise(nn.Module):

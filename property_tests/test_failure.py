@@ -1,9 +1,8 @@
 """Law of failure: the original exception arrives with notes, nothing is kept, and the next call works."""
 
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ import fdp
 from property_tests.functions import sines
 from property_tests.places import CPU
 from property_tests.strategies import Split, splits
+from tests.common.settings import without_collector
 
 
 class OddError(Exception):
@@ -55,15 +55,6 @@ def slots_of(x: torch.Tensor, split: Split) -> tuple[tuple[int, ...], tuple[torc
     sharded = fdp.scatter(x, split.devices, weights=split.weights)
     assert sharded.sizes is not None
     return sharded.sizes, sharded.devices
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @given(splits(at_least=1), st.sampled_from(CALLS), st.data())

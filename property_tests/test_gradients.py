@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_close, assert_same
-from property_tests.containers import mapped, tensors_of
 from property_tests.functions import grads_of, sines, summary, value_and_grads
 from property_tests.places import ACCELERATOR, cpu_only, memory_of, moved, spread
 from property_tests.strategies import (
@@ -27,6 +26,7 @@ from property_tests.strategies import (
     tensors,
     weights,
 )
+from tests.common.containers import mapped, tensors_of
 
 # Forward mode in torch imports code that it marks as deprecated itself.
 from_torch = pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning")

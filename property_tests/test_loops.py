@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_close, assert_same
-from property_tests.containers import leaves_of, mapped
 from property_tests.functions import sines, summary, value_and_grads
 from property_tests.places import moved
 from property_tests.strategies import devices, executors, parameters, row_counts, slot_counts
+from tests.common.containers import leaves_of, mapped
 
 RATE, MOMENTUM = 0.1, 0.9
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.collectives.test_nested import GRADIENTS, LIMIT, MAPS, Case, Mapped, build, expected
-from tests.helpers import within
+from tests.common.threads import within
 
 EXECUTORS = ("sequential", "threads", "auto")
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_same
-from property_tests.containers import leaves_of
 from property_tests.functions import real, row_wise
 from property_tests.places import ACCELERATOR
 from property_tests.strategies import DTYPES, Split, batches, parameters, splits
+from tests.common.containers import leaves_of
+from tests.common.settings import default_dtype
 
 Call = Callable[..., Any]
 
@@ -196,16 +197,6 @@ def surroundings() -> list[Any]:
 
 
 @contextlib.contextmanager
-def default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
 def variable() -> Iterator[None]:
     token = VARIABLE.set(7)
     try:
@@ -220,7 +211,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
     "device": lambda: torch.device("meta"),
-    "dtype": default_dtype,
+    "dtype": lambda: default_dtype(torch.float64),
     "variable": variable,
 }
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_same, ties_of
-from property_tests.containers import Point, tensors_of
 from property_tests.places import ACCELERATOR, CPU, memory_of, moved
 from property_tests.strategies import (
     VALUES,
@@ -25,6 +24,7 @@ from property_tests.strategies import (
     splits,
     weights,
 )
+from tests.common.containers import Point, tensors_of
 
 STATES = ("plain", "grad", "parameter", "result", "inference")
 

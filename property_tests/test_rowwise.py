@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import fdp
 from property_tests.comparing import assert_close, assert_same
-from property_tests.containers import tensors_of
 from property_tests.functions import grads_of, row_wise, sines, summary
 from property_tests.places import ACCELERATOR, generators
 from property_tests.strategies import (
@@ -26,6 +25,7 @@ from property_tests.strategies import (
     tensors,
     weights,
 )
+from tests.common.containers import tensors_of
 
 
 @given(st.data())

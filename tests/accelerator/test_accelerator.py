@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fdp.testing import install_virtual_accelerator
 from fdp.testing._virtual_tensor import Copied, record_copies
-from tests.helpers import assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 ONE, TWO = torch.device("virtual:1"), torch.device("virtual:2")
 core: Any = torch

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import fdp
 from fdp.testing._virtual_tensor import record_copies
 from property_tests.strategies import batches, parameters, row_counts, weights
-from tests.helpers import Point, numbers
+from tests.common.containers import Point
+from tests.common.numbers import numbers
 
 CPU, *VIRTUAL = [torch.device("cpu"), *(torch.device("virtual", i) for i in range(4))]
 

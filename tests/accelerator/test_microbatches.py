@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import fdp
-from tests.helpers import assert_close_tree, assert_same_tree, numbers
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
 
 ONE, TWO, THREE = (torch.device("virtual", i) for i in range(3))
 CPU = torch.device("cpu")

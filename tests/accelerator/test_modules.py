@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 from fdp.testing import install_virtual_accelerator
-from tests.helpers import assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 _, ONE, TWO, _ = install_virtual_accelerator(4)
 CPU = torch.device("cpu")

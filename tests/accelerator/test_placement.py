@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 import fdp
 from fdp.testing._virtual_tensor import Copied, record_copies
-from tests.helpers import assert_close_tree, numbers, tensors_of
+from tests.common.comparing import assert_close_tree
+from tests.common.containers import tensors_of
+from tests.common.numbers import numbers
 
 EXECUTORS = ("sequential", "threads")
 DEVICES = [torch.device("virtual", i) for i in range(4)]

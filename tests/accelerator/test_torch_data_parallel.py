@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_map_only
 import fdp
 from fdp.testing._virtual_tensor import Copied, record_copies
 from tests.accelerator.torch_copies import torch_copies
-from tests.helpers import Batch, Pixel, Point, assert_close_tree, many_cores, numbers, tensors_of
+from tests.common.comparing import assert_close_tree
+from tests.common.containers import Batch, Pixel, Point, tensors_of
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 DEVICES = [torch.device("virtual", i) for i in range(4)]
 CPU = torch.device("cpu")

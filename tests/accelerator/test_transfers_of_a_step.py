@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fdp
 from fdp.testing._virtual_tensor import record_copies
-from tests.helpers import numbers
+from tests.common.numbers import numbers
 
 DEVICES = [torch.device("virtual", i) for i in range(4)]
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,20 +16,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from tests.helpers import Point, assert_close_tree, many_cores, numbers, side_by_side, tensors_of, with_tensors
+from tests.common.comparing import assert_close_tree
+from tests.common.containers import Point, tensors_of, with_tensors
+from tests.common.numbers import numbers
+from tests.common.threads import side_by_side
 
 COUNTS = (1, 2, 3, 4)
 EXECUTORS = ("sequential", "threads")
 each_count = pytest.mark.parametrize("n", COUNTS)
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 Columns = Sequence[Tensor]
-
-
-@pytest.fixture(autouse=True)
-def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
-    with many_cores():
-        yield
 
 
 # ---- the table: each collective, and plain torch over the arguments of all slots

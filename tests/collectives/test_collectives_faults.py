@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fdp
 from fdp._execution import function_traits
-from tests.helpers import many_cores, side_by_side, within
+from tests.common.threads import side_by_side, within
 
 SLOTS = 3
 EXECUTORS = ("sequential", "threads")
@@ -41,13 +41,6 @@ first_run = pytest.mark.parametrize("known", [False], ids=["first-run"])
 
 class OddError(Exception):
     """That of the user."""
-
-
-@pytest.fixture(autouse=True)
-def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
-    with many_cores():
-        yield
 
 
 def works(executor: Any) -> None:

@@ -1,6 +1,6 @@
 """Gradients of gradients through calls with collectives are those of one device, whatever threads have made."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,19 +9,14 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.test_collectives_faults import within
-from tests.helpers import assert_close_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 EXECUTORS = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 three = fdp.virtual_devices(3)
 W, X = numbers(1) + 2, numbers(6, 1).abs()
 Call = Callable[[Tensor, Tensor], Any]
-
-
-@pytest.fixture(autouse=True)
-def enough_cores() -> Iterator[None]:
-    with many_cores():
-        yield
 
 
 def derivatives(call: Call, w: Tensor = W, x: Tensor = X, order: int = 3) -> Any:

@@ -4,7 +4,7 @@ In every function here something is made of the root of 0, whose slope is infini
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,12 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.helpers import assert_close_tree, many_cores
+from tests.common.comparing import assert_close_tree
 
 EXECUTORS = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 W = torch.tensor([1.0, 2.0], dtype=torch.float64)
 X = torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [0.5, 2.5], [1.5, 0.0]], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fdp._collectives.lockstep.cores", lambda: 4)
-    with many_cores():
-        yield
 
 
 class Slots:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,18 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from tests.helpers import anew, many_cores, within
+from tests.common.functions import anew
+from tests.common.threads import within
 
 LIMIT = 30.0
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
 X = torch.arange(12.0, dtype=torch.float64) / 10
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
-
-
-@pytest.fixture(autouse=True)
-def enough_cores() -> Iterator[None]:
-    with many_cores():
-        yield
 
 
 def limited(call: Callable[[], Any]) -> Any:

@@ -1,6 +1,6 @@
 """Nested calls over two axes, of which some slots use less than others: gradients as in one graph on one device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,18 +8,13 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.helpers import assert_close_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 W, X = torch.tensor(0.5, dtype=torch.float64), numbers(8)
 FIRST, SECOND = X.chunk(2)
 SLOTS = fdp.virtual_devices(2)
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def enough_cores() -> Iterator[None]:
-    with many_cores():
-        yield
 
 
 def is_first() -> bool:

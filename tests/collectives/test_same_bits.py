@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import many_cores, numbers
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 SIX = fdp.virtual_devices(6)
 

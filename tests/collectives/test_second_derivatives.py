@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.helpers import many_cores, within
+from tests.common.threads import many_cores, within
 
 DEVICES = fdp.virtual_devices(3)
 

@@ -4,7 +4,7 @@ A function here is a generator that yields what is to be summed over slots. One 
 in one graph.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -12,19 +12,14 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.helpers import assert_close_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 Sums = Generator[Tensor, Tensor, Tensor]
 Fn = Callable[[int, Tensor, Tensor], Sums]
 W, X = torch.tensor(0.5, dtype=torch.float64), numbers(6)
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
 each_slots = pytest.mark.parametrize("slots", [2, 3])
-
-
-@pytest.fixture(autouse=True)
-def enough_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with many_cores():
-        yield
 
 
 def detached(i: int, w: Tensor, x: Tensor) -> Sums:

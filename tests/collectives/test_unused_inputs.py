@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.helpers import assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 X = numbers(5)
 each_slots = pytest.mark.parametrize("slots", [1, 2, 3])

@@ -8,8 +8,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 import fdp
+from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.distributed.pool import Failure, Pool
-from tests.helpers import assert_close_tree, assert_same_tree
 
 
 class Layout(NamedTuple):

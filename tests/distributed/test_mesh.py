@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 from tests.distributed.pool import Pool
 from tests.distributed.scales import Layout, Seat, even, same_at_all_scales
-from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers
 
 LAYOUTS = [
     Layout((1, 1), (4, 3)),

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import fdp
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 from tests.distributed.pool import Failure, Pool
 from tests.distributed.scales import Layout, Seat, agree_on_failure, in_process, same_at_all_scales
 from tests.distributed.test_mesh import FEW, LAYOUTS, batch, loss, params, predict, says
-from tests.helpers import assert_close_tree, numbers
 
 everywhere = pytest.mark.parametrize("layout", LAYOUTS, ids=says)
 in_few = pytest.mark.parametrize("layout", FEW, ids=says)

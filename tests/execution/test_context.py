@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import assert_close_tree, assert_same_tree
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.settings import default_dtype
 
 W = torch.tensor(2.0, dtype=torch.float64)
 SLOTS = fdp.virtual_devices(4)
@@ -29,16 +30,6 @@ def state() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
     )
-
-
-@contextlib.contextmanager
-def default_dtype():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 SURROUNDINGS: dict[str, Callable[[], Any]] = {

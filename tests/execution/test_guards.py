@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fdp
 from fdp._execution import patches
-from tests.helpers import side_by_side
+from tests.common.threads import side_by_side
 
 X = torch.randn(8, 3, dtype=torch.float64)
 
@@ -31,12 +31,8 @@ X = torch.randn(8, 3, dtype=torch.float64)
 @pytest.fixture(autouse=True)
 def switching() -> Iterator[None]:
     """Four lanes that take turns all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdp._execution.threads.cores", lambda: 4)
+    with side_by_side():
         yield
-    sys.setswitchinterval(before)
 
 
 def threads(fn: Callable[..., Any], params: Any, x: Any) -> Any:

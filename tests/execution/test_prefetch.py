@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
-from tests.helpers import TREES, assert_same_tree, numbers
+from tests.common.comparing import assert_same_tree
+from tests.common.hard_trees import TREES
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(3)
 WAIT = 30  # seconds, for what is to come at once

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fdp._execution.scheduler import Abandoned, Participant, Scheduler, TurnState, Waiter
-from tests.helpers import within
+from tests.common.threads import within
 
 LIMIT = 20.0
 

@@ -23,7 +23,10 @@ from torch.utils.checkpoint import checkpoint
 import fdp
 from fdp._execution.random import KeptGenerators, OwnGenerators
 from fdp._placement.slot import EXCLUSIVE
-from tests.helpers import anew, assert_close_tree, assert_same_tree, numbers, side_by_side
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.functions import anew
+from tests.common.numbers import numbers
+from tests.common.threads import side_by_side
 
 Draw = Callable[[Tensor], Tensor]
 SLOTS, SEED = fdp.virtual_devices(3), 7

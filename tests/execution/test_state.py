@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fdp
+from tests.common.settings import default_device
+from tests.common.threads import many_cores
 
 _C: Any = torch._C  # a part of it has no types
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -35,15 +37,6 @@ def flags() -> tuple[Any, ...]:
         torch.get_default_device(),
         autograd._saved_tensors_hooks_get_disabled_error_message(),
     )
-
-
-@contextlib.contextmanager
-def default_device():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 CARRIED: dict[str, Callable[[], Any]] = {
@@ -94,8 +87,7 @@ def in_threads(surroundings: Callable[[], Any], look: Callable[[], Any], slots: 
         threads.add(threading.get_ident())
         time.sleep(0.01)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fdp._execution.threads.cores", lambda: 4)
+    with many_cores():
         x = torch.arange(4.0)
         with surroundings():
             want = look()

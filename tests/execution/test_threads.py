@@ -22,7 +22,8 @@ import torch
 import fdp
 from fdp._execution import pool
 from fdp._execution.function_traits import is_marked
-from tests.helpers import assert_close_tree, many_cores
+from tests.common.comparing import assert_close_tree
+from tests.common.threads import many_cores
 
 W = torch.tensor(2.0, dtype=torch.float64)
 CALLS: dict[str, Callable[[Any, int], Any]] = {

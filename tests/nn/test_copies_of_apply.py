@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import fdp
 from fdp import functional
 from fdp._execution.function_traits import is_marked
-from tests.helpers import assert_same_tree, numbers, side_by_side
+from tests.common.comparing import assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.threads import side_by_side
 
 X = numbers(8, 3)
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -18,22 +18,10 @@ from torch import Tensor, nn
 
 import fdp
 from fdp import DataParallel, data_parallel
-from tests.helpers import (
-    COUNTS,
-    Batch,
-    Frozen,
-    KnownToOptree,
-    KnownToTorch,
-    Late,
-    Output,
-    Point,
-    assert_close_tree,
-    assert_same_tree,
-    many_cores,
-    numbers,
-    tensors_of,
-    unharmed,
-)
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import Batch, Keywords, KnownToOptree, KnownToTorch, Late, Output, Point, tensors_of
+from tests.common.numbers import COUNTS, numbers
+from tests.common.threads import many_cores
 
 CPU = torch.device("cpu")
 TWO = ["cpu", "cpu"]
@@ -331,7 +319,7 @@ INPUTS: dict[str, Callable[[Tensor], Any]] = {
     "namedtuple": lambda x: Pair(x, Point(x + 1, None)),
     "structseq": lambda x: torch.return_types.max((x, x + 1)),
     "dataclass": lambda x: Batch(x, [x + 1]),
-    "dataclass-frozen": lambda x: Frozen(x=x, y=Batch(x + 1)),
+    "dataclass-frozen": lambda x: Keywords(x=x, y=Batch(x + 1)),
     "dataclass-late": lambda x: Late([x]),
     "dataclass-dict": lambda x: Output(logits=x, hidden=(x + 1, x)),
     "known-to-optree": lambda x: KnownToOptree(x, [x + 1]),

@@ -17,7 +17,10 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from fdp import DataParallel, data_parallel
-from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers, side_by_side
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.settings import without_collector
+from tests.common.threads import many_cores, side_by_side
 
 TWO = ["cpu", "cpu"]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
@@ -1589,16 +1592,6 @@ def test_gradients_from_many_threads():
 
 
 # ---------------------------------------------------------------- memory
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """What is freed, is freed by counting references."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 LEFT: dict[str, Callable[[], nn.Module]] = {

@@ -28,7 +28,10 @@ from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm, 
 import fdp
 from fdp import DataParallel, data_parallel
 from fdp.nn import gather, parallel_apply, replicate, scatter, scatter_kwargs
-from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.settings import default_dtype
+from tests.common.threads import many_cores
 
 TWO = ("cpu", "cpu")
 SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"
@@ -39,11 +42,9 @@ some_devices = pytest.mark.parametrize("devices", [TWO, list(TWO), ["cpu"], ["cp
 
 @pytest.fixture(autouse=True)
 def float64_side_by_side() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    with many_cores():
+    with default_dtype(torch.float64), many_cores():
         yield
-    torch.set_default_dtype(torch.float32)
 
 
 def grads_of(module: nn.Module) -> list[Tensor | None]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from fdp import DataParallel, functional, functional_call
 from fdp.nn import parallel_apply, replicate
-from tests.helpers import assert_close_tree, many_cores, numbers, side_by_side
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores, side_by_side
 
 CPUS = ["cpu"] * 3
 

@@ -16,7 +16,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,12 +31,7 @@ from fdp.nn._functional import functional
 from fdp.nn._functional_call import _POOLS, functional_call, take
 from fdp.nn._stateless import Skeleton
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Tied(nn.Module):

@@ -12,7 +12,7 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,31 +24,15 @@ from torch.nn.utils.rnn import pack_sequence
 from fdp import DataParallel
 from fdp._placement.devices import imbalance, warn_of_imbalance
 from fdp.nn import gather, parallel_apply, replicate, scatter, scatter_kwargs
-from tests.helpers import (
-    COUNTS,
-    DTYPES,
-    TREES,
-    Batch,
-    Output,
-    Pixel,
-    Point,
-    Two,
-    assert_close_tree,
-    assert_same_tree,
-    many_cores,
-    numbers,
-    tensors_of,
-    unharmed,
-)
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import Batch, Output, Pixel, Point, Two, tensors_of
+from tests.common.hard_trees import TREES
+from tests.common.numbers import COUNTS, DTYPES, numbers
+from tests.common.threads import many_cores
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 SCALARS = r"Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze"
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def cpus(count: int) -> list[str]:

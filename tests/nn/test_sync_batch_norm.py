@@ -6,7 +6,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 import fdp
 from fdp.nn import SyncBatchNorm, convert_sync_batchnorm
-from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers, side_by_side, unharmed
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores, side_by_side
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 CLASSES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, ()),
@@ -35,13 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SPLITS = [(n, rows) for n in (1, 2, 3, 4) for rows in sorted({n, n + 1, 5 * n - 1})]
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def filled(module: Any) -> Any:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fdp import DataParallel, dp_apply, functional, functional_call
-from tests.helpers import assert_close_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 CPUS = ["cpu"] * 2
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import fdp
 from fdp import DataParallel, functional, functional_call
-from tests.helpers import assert_close_tree, assert_same_tree, numbers
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
 
 IDS = torch.arange(10).reshape(5, 2) % 7
 CPUS = ["cpu"] * 3

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fdp
-from tests import public_api
+from tests.common import public_api
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("fdp", "benchmarks/peers") for path in (ROOT / folder).rglob("*.py"))
@@ -99,7 +99,7 @@ for name in {lacking}:
     module, attribute = name.split(".")
     delattr(importlib.import_module(module), attribute)
 import fdp
-from tests import public_api
+from tests.common import public_api
 
 total = lambda w, x: fdp.psum((w * x).sum())
 torch.testing.assert_close(
@@ -144,7 +144,7 @@ def test_a_user_can_call_everything(tmp_path: Path):
 
 
 def test_everything_public_is_in_the_program_that_is_type_checked():
-    text = (ROOT / "tests" / "public_api.py").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "common" / "public_api.py").read_text(encoding="utf-8")
     public = {
         f"{module.__name__}.{name}"
         for module in (fdp, fdp.nn, fdp.distributed, fdp.testing)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import numbers
+from tests.common.numbers import numbers
 
 CPU = torch.device("cpu")
 HERE = fdp.available_devices()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import assert_same_tree, numbers, unharmed
+from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.numbers import numbers
 
 W = torch.tensor(2.0, dtype=torch.float64)
 

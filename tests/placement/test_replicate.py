@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import Batch, assert_same_tree, numbers, tensors_of, unharmed
+from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.containers import Batch, tensors_of
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import COUNTS, Batch, Output, Point, assert_close_tree, assert_same_tree, numbers, unharmed
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import Batch, Output, Point
+from tests.common.numbers import COUNTS, numbers
 
 W = torch.tensor(2.0, dtype=torch.float64)
 

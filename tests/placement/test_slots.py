@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import TREES, assert_same_tree, numbers
+from tests.common.comparing import assert_same_tree
+from tests.common.hard_trees import TREES
+from tests.common.numbers import numbers
 
 CPU = torch.device("cpu")
 SLOTS = fdp.virtual_devices(2)

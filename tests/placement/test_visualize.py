@@ -10,7 +10,8 @@ from torch import nn
 
 import fdp
 from fdp._trees.table import runs_text
-from tests.helpers import Batch, Point, numbers
+from tests.common.containers import Batch, Point
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fdp
-from tests.helpers import assert_close_tree
+from tests.common.comparing import assert_close_tree
 
 pytestmark = pytest.mark.cuda
 SLOTS: list[Any] = [["cuda:0"], ["cuda:0"] * 2, ["cuda:0"] * 5, ["cuda:0", "cpu"], None]

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as torch_pytree
 
 import fdp
-from tests.helpers import COUNTS, assert_close_tree, assert_same_tree, numbers, unharmed
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.numbers import COUNTS, numbers
 
 BATCHES = (36, 13, 9, 3, 1, 0)
 FULL = tuple(rows for rows in BATCHES if rows > 0)

@@ -1,6 +1,5 @@
 """What docs/how_to/collectives.md builds, from end to end: its functions as the page has them, against one device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import COUNTS, assert_close_tree, assert_same_tree, many_cores, numbers
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import COUNTS, numbers
 from tests.package.test_docs import ROOT, blocks
 
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_count = pytest.mark.parametrize("slots", COUNTS)
 PAGE: Path = ROOT / "docs" / "how_to" / "collectives.md"
-
-
-@pytest.fixture(autouse=True)
-def cores() -> Iterator[None]:
-    with many_cores(8):
-        yield
 
 
 @pytest.fixture(scope="module")

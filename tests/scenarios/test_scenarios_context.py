@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 import fdp
 from fdp._execution import pool
-from tests.helpers import COUNTS, assert_close_tree, many_cores, numbers, side_by_side
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import COUNTS, numbers
+from tests.common.settings import default_device, default_dtype
+from tests.common.threads import side_by_side
 
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -24,32 +27,7 @@ W = numbers(3, 3)
 X = numbers(13, 3)
 
 
-@pytest.fixture(autouse=True)
-def cores() -> Iterator[None]:
-    with many_cores(8):
-        yield
-
-
 # ---- surroundings
-
-
-@contextlib.contextmanager
-def default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,10 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import COUNTS, assert_close_tree, numbers, side_by_side, tensors_of, unharmed
+from tests.common.comparing import assert_close_tree, unharmed
+from tests.common.containers import tensors_of
+from tests.common.numbers import COUNTS, numbers
+from tests.common.threads import side_by_side
 
 VOCABULARY, LENGTH, WIDTH = 5, 4, 4
 BOUND = 2.0

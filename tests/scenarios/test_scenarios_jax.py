@@ -1,7 +1,6 @@
 """A JAX training loop, ported: state on every slot, batches split, gradients and metrics by collectives."""
 
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -11,18 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import assert_close_tree, assert_same_tree, many_cores, numbers, tensors_of
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.containers import tensors_of
+from tests.common.numbers import numbers
 
 DEVICES = fdp.virtual_devices(8)
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 RATE = 0.5
-
-
-@pytest.fixture(autouse=True)
-def cores() -> Iterator[None]:
-    with many_cores(8):
-        yield
 
 
 # ---- the program

@@ -14,7 +14,9 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from fdp import DataParallel
-from tests.helpers import COUNTS, assert_close_tree, numbers, side_by_side
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import COUNTS, numbers
+from tests.common.threads import side_by_side
 
 STEPS = 4
 VOCABULARY = 11

@@ -14,7 +14,10 @@ from torch.nn import functional as F
 import fdp
 from fdp._placement.slot import current_slot
 from fdp.testing import assert_data_parallel, fail_slot
-from tests.helpers import Batch, Output, Point, assert_same_tree, numbers, unharmed
+from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.containers import Batch, Output, Point
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 W = {"fc": {"weight": numbers(3, 2), "bias": numbers(2)}}
 X = numbers(7, 3)
@@ -382,8 +385,7 @@ def test_one_slot_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("default", [1.0, None])
-def test_what_is_wrong_in_threads_only(default: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fdp._execution.threads.cores", lambda: 4)
+def test_what_is_wrong_in_threads_only(default: Any):
     settings = threading.local()
     settings.scale = 2.0
 
@@ -394,7 +396,7 @@ def test_what_is_wrong_in_threads_only(default: Any, monkeypatch: pytest.MonkeyP
     what = (
         "out differs on 4 slots, executor 'threads'" if default else "on 4 slots, executor 'threads', there was a Typ"
     )
-    with pytest.raises(AssertionError, match=f"{what}.*one after the other"):
+    with many_cores(), pytest.raises(AssertionError, match=f"{what}.*one after the other"):
         assert_data_parallel(fn, W, X, slots=(4,))
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import fdp
-from tests.helpers import COUNTS, Batch, Output, Point, assert_close_tree, assert_same_tree, numbers, unharmed
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import Batch, Output, Point
+from tests.common.numbers import COUNTS, numbers
 
 W = numbers(4)
 ROWS = (36, 13, 9, 3, 1, 0)

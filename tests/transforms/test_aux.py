@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from tests.helpers import Point, assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.containers import Point
+from tests.common.numbers import numbers
 
 W, X, Y = numbers(4), numbers(8, 4), numbers(8)
 MASK = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0], dtype=torch.float64)

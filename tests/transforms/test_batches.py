@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
-from tests.helpers import assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)
 W, X, Y = numbers(3), numbers(7, 3), numbers(7)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from tests.helpers import assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
 
 TWO = fdp.virtual_devices(2)
 W, X = numbers(3), numbers(6, 3)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from tests.helpers import Batch, KnownToTorch, Output, Point, assert_close_tree, assert_same_tree, numbers
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.containers import Batch, KnownToTorch, Output, Point
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)  # tracing takes its time for each
 W = numbers(2)

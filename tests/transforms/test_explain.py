@@ -15,7 +15,11 @@ from torch._subclasses import FakeTensor
 
 import fdp
 from fdp.distributed import init
-from tests.helpers import TREES, Point, assert_same_tree, children_of, many_cores, numbers, tensors_of, unharmed
+from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.containers import Point, children_of, tensors_of
+from tests.common.hard_trees import TREES
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 SLOTS = fdp.virtual_devices(3)
 GPUS = [f"cuda:{i}" for i in range(3)]

@@ -11,18 +11,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import fdp
-from tests.helpers import (
-    COUNTS,
-    Batch,
-    Output,
-    Point,
-    assert_close_tree,
-    assert_same_tree,
-    numbers,
-    tensors_of,
-    unharmed,
-    with_tensors,
-)
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import Batch, Output, Point, tensors_of, with_tensors
+from tests.common.numbers import COUNTS, numbers
 
 SLOTS = fdp.virtual_devices(3)
 W = numbers(4)

@@ -12,7 +12,9 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linear
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fdp
-from tests.helpers import assert_close_tree, numbers, side_by_side
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+from tests.common.threads import side_by_side
 
 Fn = Callable[..., Any]
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import fdp
 from fdp import DataParallel
-from tests.helpers import Output, assert_close_tree, numbers
+from tests.common.comparing import assert_close_tree
+from tests.common.containers import Output
+from tests.common.numbers import numbers
 
 CPUS = ["cpu"] * 3
 

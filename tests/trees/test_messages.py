@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import numbers
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)
 MANY = 4000

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fdp
-from tests.helpers import numbers
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)
 W = torch.tensor(2.0, dtype=torch.float64)

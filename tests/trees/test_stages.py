@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fdp
 from fdp._trees.profiling import stage, staged
-from tests.helpers import many_cores, numbers
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
 
 SLOTS = fdp.virtual_devices(3)
 _C: Any = torch._C  # a part of it has no types

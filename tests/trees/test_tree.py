@@ -17,17 +17,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 import fdp
-from tests.helpers import (
-    TREES,
-    Batch,
-    Frozen,
-    KnownToFdp,
-    KnownToTorch,
-    Point,
-    assert_same_tree,
-    numbers,
-    unharmed,
-)
+from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.containers import Batch, Keywords, KnownToFdp, KnownToTorch, Point
+from tests.common.hard_trees import TREES
+from tests.common.numbers import numbers
 
 
 @dataclasses.dataclass
@@ -389,7 +382,7 @@ PATHS = {
     "tree[('t', 1)]": lambda bad: {("t", 1): bad},
     "tree['b']['a']": lambda bad: OrderedDict(b=defaultdict(list, a=bad)),
     "tree.x.y": lambda bad: Batch(Point(1, bad)),
-    "tree.y[0]": lambda bad: Frozen(x=1, y=[bad]),
+    "tree.y[0]": lambda bad: Keywords(x=1, y=[bad]),
     "tree.indices": lambda bad: torch.return_types.max((numbers(1), bad)),
     "tree[1].left": lambda bad: (None, KnownToTorch(bad, 1)),
     "tree[0].x": lambda bad: (Batch(bad, None),),

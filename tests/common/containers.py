@@ -22,6 +22,15 @@ Pixel = namedtuple("Pixel", "u v")
 
 
 @dataclasses.dataclass
+class Batch:
+    """What a loader gives, with something that is no tensor."""
+
+    x: Any
+    y: Any = None
+    tag: Any = "train"
+
+
+@dataclasses.dataclass
 class Plain:
     """A dataclass that nobody registered."""
 
@@ -69,8 +78,8 @@ class Late:
 
 
 @dataclasses.dataclass
-class Output(OrderedDict):
-    """A dataclass that is an ordered dict of its fields that are not None."""
+class Output(OrderedDict[str, Any]):
+    """A dataclass that is an ordered dict of its fields that are not None, as Hugging Face's outputs are."""
 
     loss: Any = None
     logits: Any = None
@@ -164,6 +173,7 @@ KINDS = {
     Point: Kind((2,), lambda children: Point(*children), ("x", "y")),
     Pixel: Kind((2,), lambda children: Pixel(*children), ("u", "v")),
     torch.return_types.max: Kind((2,), lambda children: torch.return_types.max(tuple(children))),
+    Batch: Kind((3,), lambda children: Batch(*children), ("x", "y", "tag")),
     Plain: Kind((2,), lambda children: Plain(*children), ("x", "y")),
     Inherited: Kind((3,), lambda children: Inherited(*children), ("x", "y", "z")),
     Frozen: Kind((2,), lambda children: Frozen(*children), ("x", "y")),
@@ -180,16 +190,16 @@ KINDS = {
 
 
 def children_of(node: Any) -> list[Any] | None:
-    """The parts of a container in the order they were given, None for a leaf."""
+    """The parts of a container in the order they were given, None for a leaf; asks neither optree nor fdp."""
     if node is None:
         return []
-    if type(node) not in KINDS:
-        return None
     if isinstance(node, Two):
         return [node.left, node.right]
-    if dataclasses.is_dataclass(node):
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [getattr(node, field.name) for field in dataclasses.fields(node)]
-    return list(node.values()) if isinstance(node, dict) else list(node)
+    if isinstance(node, dict):
+        return list(node.values())
+    return list(node) if isinstance(node, list | tuple | deque) and type(node) is not torch.Size else None
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -219,4 +229,9 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
         copy = tree.copy()
         copy.update(zip(tree, values, strict=True))
         return copy
-    return KINDS[type(tree)].make(values)
+    return KINDS[type(tree)].make(values) if type(tree) in KINDS else type(tree)(*values)
+
+
+def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The tree with other tensors, depth first."""
+    return mapped(lambda leaf: next(tensors) if isinstance(leaf, torch.Tensor) else leaf, tree)

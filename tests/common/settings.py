@@ -1,0 +1,36 @@
+"""Settings of torch and Python, for as long as a block or a test."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype = torch.float16) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device: str = "meta") -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What is freed, is freed by counting references."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,60 @@
+"""Shards side by side as on a larger machine, and calls that may hang."""
+
+import contextlib
+import contextvars
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@contextlib.contextmanager
+def many_cores(count: int = 4) -> Iterator[None]:
+    """As many shards at once as on a machine with that many cores."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # where something is compiled, the first shards run alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)), raising=False)
+        yield
+
+
+@contextlib.contextmanager
+def side_by_side(count: int = 4) -> Iterator[None]:
+    """`many_cores`, whose threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with many_cores(count):
+            yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call returns or raises; fail if it does neither in time, and show where all threads stand."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append((call(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+        pytest.fail("it hangs:\n" + "\n\n".join(stacks))
+    result, error = found.pop()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
+    return result

@@ -51,10 +51,6 @@ class Mode(NamedTuple):
     apart: bool = False  # the call raises `Again`
     peers: PeerCall = ALONE_IN_CALL
 
-    def stays_apart(self) -> bool:
-        """Whether the call raises `Again` if its shards come to a collective."""
-        return self.apart or self.peers.adds_at_end()
-
 
 def thread_safe(fn: Function) -> Function:
     """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
@@ -133,7 +129,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
         if not mode.effects:
             remember_together(mode.fn)
         begin_anew()
-        if mode.stays_apart():
+        if mode.apart:
             raise Again(name)
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:

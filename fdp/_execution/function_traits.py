@@ -17,7 +17,6 @@ from fdp._placement.slot import AXES, CALLS, Slot
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
 _TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
-_APART: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards have not
 _ORDERED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()  # with what they close over
 
 
@@ -98,18 +97,13 @@ def remember_order(fn: Any) -> None:
     _ORDERED.setdefault(_key(fn), set()).add(_closed_over(fn))
 
 
-def must_run_together(fn: Any) -> bool:
-    """Whether shards of `fn` have met in collectives."""
-    return len(_TOGETHER) > 0 and _key(fn) in _TOGETHER
-
-
 def meets(fn: Any) -> bool:
-    """`must_run_together`, with one answer for all slots that come to this call.
+    """Whether shards of `fn` have met in collectives, with one answer for all slots that come to this call.
 
     One that learns it meanwhile would run the call once, where the others run it twice: in collectives of axes around
     the call they would meet in other runs than their own.
     """
-    known, calls = must_run_together(fn), CALLS.get()
+    known, calls = len(_TOGETHER) > 0 and _key(fn) in _TOGETHER, CALLS.get()
     rendezvous = next((axis.rendezvous for axis in AXES.get() if axis.rendezvous is not None), None)
     if rendezvous is None or calls is None:
         return known
@@ -127,16 +121,6 @@ def begin_anew() -> None:
     calls = CALLS.get()
     if calls is not None:
         calls.count += 1
-
-
-def runs_apart(fn: Any) -> bool:
-    """Whether shards of `fn` have not met in a call on a mesh, nor elsewhere."""
-    return len(_APART) > 0 and _key(fn) in _APART and not must_run_together(fn)
-
-
-def remember_apart(fn: Any, *, apart: bool) -> None:
-    """Keep in mind whether shards of `fn` have met."""
-    (_APART.add if apart else _APART.discard)(_key(fn))
 
 
 def _key(fn: Any) -> Any:

@@ -31,7 +31,7 @@ class InOrder(Restart):
 
 
 class Again(Restart):
-    """Raised by a call that leaves it to its caller to begin anew; on a mesh, in all processes if in one."""
+    """Raised by a call that leaves it to its caller to begin anew."""
 
 
 def forget_restarts(error: BaseException) -> None:

@@ -54,8 +54,11 @@ class PeerCall:
     has_met: bool = False
     """Whether slots have met those of others before the end."""
 
-    def part(self) -> contextlib.AbstractContextManager[object]:
-        """As a context: around what this process does by itself. If that fails, the others fail too."""
+    def part(self, zeros: Callable[[], list[Tensor]] | None = None) -> contextlib.AbstractContextManager[object]:
+        """As a context: around what this process does by itself. If that fails, the others fail too.
+
+        Tensors like the `zeros` may be added up at its end.
+        """
         return contextlib.nullcontext()
 
     def before(self) -> tuple[int, int]:
@@ -85,16 +88,9 @@ class PeerCall:
     def enter(self) -> None:
         """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
 
-    def adds_at_end(self) -> bool:
-        """Whether gradients are added up with the end of the call, so that slots must not meet before."""
-        return False
-
     def again(self, where: str) -> contextlib.AbstractContextManager[object]:
         """As a context: slots that have met run once more, such as for a backward."""
         return contextlib.nullcontext()
-
-    def may_add(self, zeros: Callable[[], list[Tensor]]) -> None:
-        """Gradients like these will be added up at the end."""
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         """Agree on the end of a call; outside of the context the result says what it returns."""
@@ -143,9 +139,9 @@ class Peers:
         """They can still be reached."""
 
     def begin(
-        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
     ) -> tuple[PeerCall, Partition]:
-        """Agree on a call, and what of the plan this process has. `apart`: slots are known not to meet."""
+        """Agree on a call, and what of the plan this process has."""
         return ALONE_IN_CALL, plan
 
     def begin_on_slots(self, where: str, same: Mapping[str, Any], rows: Sequence[int]) -> PeerCall:

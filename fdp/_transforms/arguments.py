@@ -90,17 +90,15 @@ class Call(NamedTuple):
         return shards, MutationCheck.over(self.flats, memo)
 
 
-def prepare(
-    args: Sequence[Arg], kwargs: Mapping[str, Arg], options: Options, microbatches: int = 1, *, apart: bool = False
-) -> Call:
-    """Partition a call. `apart` if slots are known not to meet those of other processes before the end."""
+def prepare(args: Sequence[Arg], kwargs: Mapping[str, Arg], options: Options, microbatches: int = 1) -> Call:
+    """Partition a call."""
     where = options.where
     check_options(options.executor, options.seed, where)
     flats = flatten_args([*args, *kwargs.values()], where)
     peers = common_peers(held_slots(flats), options.devices, where)
     slots, plan = plan_args(flats, options.devices, options.weights, where)
     same = {"axis_name": options.axis_name, "seed": options.seed, "splits": plan.sizes is not None, **options.same}
-    together, plan = peers.begin(where, plan, flats, same, apart=apart)
+    together, plan = peers.begin(where, plan, flats, same)
     return Call(flats, slots, microbatched(plan, microbatches), together, len(args), tuple(kwargs))
 
 

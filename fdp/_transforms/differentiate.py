@@ -11,7 +11,7 @@ import torch
 
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import Mode, run, run_all, slots_of
-from fdp._execution.function_traits import meets, must_run_together, remember_apart, runs_apart
+from fdp._execution.function_traits import meets
 from fdp._execution.restart import Again, forget_restarts
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
@@ -99,17 +99,12 @@ class Differentiation:
     def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
         with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
             try:
-                return self._compute_once(args, kwargs, apart=runs_apart(self.fn))
-            except Again:  # on a mesh, in all processes
-                remember_apart(self.fn, apart=False)
+                return self._compute_here(args, kwargs)
             except BaseException as error:
                 forget_restarts(error)
                 raise
-            return self._compute_once(args, kwargs, apart=False)
 
-    def _compute_once(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], *, apart: bool
-    ) -> tuple[torch.Tensor, Tree, Any]:
+    def _compute_here(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
         where = self.where
         positions = self._positions(len(args))
         in_dims = self.in_dims
@@ -124,14 +119,12 @@ class Differentiation:
             keyword_args(kwargs, self.kwarg_dims, where),
             Options(where, self.devices, self.output_device, self.weights, self.executor, seed, axis_name, same),
             self.microbatches,
-            apart=apart and not self.create_graph,
         )
         outs: list[Any] = [None] * len(call.plan.slots)
         aliases: list[torch.Tensor] = []
-        with call.peers.part():
+        gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
+        with call.peers.part(gradients.zeros):
             shards, watch = call.place()
-            gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
-            call.peers.may_add(gradients.zeros)
             check_differentiable([call.flats[i] for i in positions], call.plan, where)
 
             def take(i: int, result: ShardResult) -> None:
@@ -144,7 +137,6 @@ class Differentiation:
             loss, aux = self._joined(outs, call, weights)
             found = call.peers.reduce(loss, aux, gradients, aliases, target or call.device, where)
         value, rest = found()
-        remember_apart(self.fn, apart=not must_run_together(self.fn))
         grads = gradients.finish()
         return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
@@ -259,8 +251,6 @@ class Differentiation:
             name = need.name
         if taken:
             raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
-        if mode.stays_apart():
-            raise Again(name)
         self._run_shards(problem, call, shards, shares, slots, mode, take)
 
     def _alone(

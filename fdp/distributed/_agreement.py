@@ -3,61 +3,77 @@
 import contextlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from fdp._execution.restart import Again
 from fdp._placement.slot import AXES
-from fdp.distributed._communicator import Session, Tag
 from fdp.distributed._entry import BEGINNING
 from fdp.distributed._processes import Processes
+from fdp.distributed._session import Added, Session, Tag
+
+
+class Table(NamedTuple):
+    """The rows of every shard of every process."""
+
+    sizes: list[list[int]]
+    rank: int
+
+    @property
+    def counts(self) -> list[int]:
+        """The shards of each process."""
+        return [len(each) for each in self.sizes]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes that have shards."""
+        return tuple(rank for rank, each in enumerate(self.sizes) if each)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all processes have shards."""
+        return all(self.sizes)
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """The shards and the rows of the processes before this one."""
+        return sum(self.counts[: self.rank]), sum(map(sum, self.sizes[: self.rank]))
 
 
 class Agreement:
-    """A call on a mesh: which processes have shards, and what comes before those of this one.
+    """A call on a mesh. As a context: around what a process does by itself; if that fails, the others fail too.
 
-    That is known when the others have begun the call too, and waited for when it is first needed. As a context: around
-    what a process does by itself. If that fails, the others are told, and fail too.
+    The table is known when the others have begun the call too, and waited for when it is first needed.
     """
 
     def __init__(
-        self,
-        processes: Processes,
-        where: str,
-        same: Any,
-        rows: Sequence[int],
-        *,
-        apart: bool = False,
-        say: Callable[[], str] = str,
+        self, processes: Processes, where: str, same: Any, rows: Sequence[int], say: Callable[[], str] = str
     ) -> None:
         beginning = BEGINNING.get()
         if beginning is not None:
             beginning.is_over = True
-        self.number = 0 if AXES.get() else processes.calls  # calls inside others have no order
-        same = self.number, same
-        self.where = where
-        self.processes, self._tag = processes, Tag(f"the end of {where}")
+        self._is_inside = bool(AXES.get())  # calls inside others have no order
+        number = 0 if self._is_inside else processes.calls
+        self.where, self.processes = where, processes
         self.everybody = Session(processes.comm)
+        self._tag = Tag(f"the end of {where}")
+        numbers = [len(rows), *rows]
+        numbers += [0] * (1 + max(processes.slots) - len(numbers))
+        tag = Tag(where, repr((number, same)), lambda: f"call {number}\n{say() or same}")
         self._has_rows = len(rows) > 0
-        numbers = [apart, len(rows), *rows] + [0] * (max(processes.slots) - len(rows))
-
-        def said() -> str:
-            return f"call {self.number}\n{say() or same[1]}"
-
-        self._begun: Callable[[], list[list[int]]] | None = self.everybody.begin(Tag(where, repr(same), said), numbers)
-        self._answer: _All | BaseException | None = None
+        self._begun: Any = self.everybody.begin(tag, numbers)
+        self._answer: Table | BaseException | None = None
         self._asking = threading.Lock()
         self._zeros: Callable[[], list[Tensor]] | None = None
-        self._added: tuple[Sequence[Tensor], Sequence[bool]] | None = None
+        self._added: tuple[Tensor, Added] | None = None
         self.has_met = False  # before the end
         self.sums: list[Tensor] | None = None
         """Those of what was `added`."""
 
     @property
-    def _all(self) -> "_All":
+    def table(self) -> Table:
         if self._answer is None:
             with self._asking:  # shards that run side by side may all come here
                 if self._answer is None:
@@ -69,140 +85,100 @@ class Agreement:
             raise self._answer
         return self._answer
 
-    def _begin(self) -> "_All":
-        assert self._begun is not None
+    def _begin(self) -> Table:
         begun, self._begun = self._begun, None  # it refers to this object, and to the connections
-        table = begun()
-        counts = [row[1] for row in table]
-        if not any(counts):  # no rows at all are one empty shard
-            counts[0] = 1
-        found = _All(
-            counts, [row[2 : 2 + n] for row, n in zip(table, counts, strict=True)], all(row[0] for row in table)
-        )
+        sizes = [row[1 : 1 + row[0]] for row in begun().numbers]
+        if not any(sizes):  # no rows at all are one empty shard
+            sizes[0] = [0]
+        table = Table(sizes, self.processes.comm.rank)
         # Before anything else is said, since all processes make the group together.
-        comm = self.processes.among(found.ranks) if 1 < len(found.ranks) < len(counts) else None
-        self._session = self.everybody if found.is_whole else None if comm is None else Session(comm)
-        return found
-
-    @property
-    def counts(self) -> list[int]:
-        """The shards of each process."""
-        return self._all.counts
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The processes that have shards."""
-        return self._all.ranks
-
-    @property
-    def count(self) -> int:
-        """All shards."""
-        return sum(self.counts)
-
-    @property
-    def offset(self) -> int:
-        """The shards of the processes before."""
-        return sum(self.counts[: self.processes.comm.rank])
-
-    @property
-    def all_rows(self) -> int:
-        """All rows."""
-        return sum(map(sum, self._all.rows))
-
-    @property
-    def all_sizes(self) -> list[int]:
-        """The rows of every shard."""
-        return [rows for each in self._all.rows for rows in each]
-
-    @property
-    def rows_before(self) -> int:
-        """The rows of the processes before."""
-        return sum(map(sum, self._all.rows[: self.processes.comm.rank]))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all processes have shards."""
-        return self._all.is_whole
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this one has."""
-        return self._has_rows or self.counts[self.processes.comm.rank] > 0
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether nobody meets the others before the end, as far as all processes know."""
-        return self._all.is_apart
+        comm = self.processes.among(table.ranks) if 1 < len(table.ranks) < len(sizes) else None
+        self._session = self.everybody if table.is_whole else None if comm is None else Session(comm)
+        return table
 
     @property
     def session(self) -> Session | None:
         """With those that have shards, None if there are no others."""
-        return self._session if self._all else None
+        return self._session if self.table else None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process has shards."""
+        return self._has_rows or len(self.table.sizes[self.processes.comm.rank]) > 0
 
     def total(self, number: float, name: str) -> float:
         """The sum of a number of every process."""
-        assert self._all
+        assert self.table
         self.everybody.agree(Tag(name))
         return self.everybody.comm.sums([torch.tensor(number, dtype=torch.float64)], name)[0].item()
+
+    def part(self, zeros: Callable[[], list[Tensor]] | None = None) -> Self:
+        """This, as a context; tensors like the `zeros` may be added up at its end."""
+        self._zeros = None if self._is_inside else zeros
+        return self
 
     def ends_with(self, tag: Tag) -> None:
         """What has to be the same in all processes at the end."""
         self._tag = tag
 
-    def adds_at_end(self) -> bool:
-        """Whether all processes add up at the end what they know to be the same in all, without asking."""
-        return self._zeros is not None and self.is_apart and self.is_whole
+    def add(self, number: Tensor, tensors: Sequence[Tensor], ours: Sequence[bool]) -> None:
+        """Add these up at the end, if nothing is in the way; then `sums` has what they come to."""
+        if self._zeros is not None and self.table.is_whole:
+            self._added = number, Added(tensors, ours)
 
-    def may_add(self, zeros: Callable[[], list[Tensor]]) -> None:
-        """At the end a number and tensors like these will be added up, if nobody meets the others before."""
-        self._zeros = lambda: [torch.zeros((), dtype=torch.float64), *zeros()]
-
-    def add(self, tensors: Sequence[Tensor], ours: Sequence[bool]) -> None:
-        """Add these up at the end; those that are `ours` may be overwritten."""
-        self._added = tensors, ours
-
-    def again(self, where: str) -> "contextlib.AbstractContextManager[object]":
-        """As a context: another run of those that have met, such as their backward."""
-        return (
-            _Again(self.session, Tag(where)) if self.has_met and self.session is not None else contextlib.nullcontext()
-        )
+    @contextlib.contextmanager
+    def again(self, where: str) -> Iterator[None]:
+        """Another run of those that have met, such as their backward."""
+        session = self.session if self.has_met else None
+        if session is None:
+            yield
+            return
+        session.is_over = False
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as own:
+            error = own
+            raise
+        finally:
+            elsewhere, _ = session.end(Tag(where), error)
+            if elsewhere is not None and error is None:
+                raise elsewhere
 
     def __enter__(self) -> Self:
+        if self._zeros is not None:
+            self.everybody.comm.owed = self._zeros
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Meet at the end: first those that have shards, then all."""
         try:
-            whole = self.is_whole
-        except BaseException:
-            if error is None:
-                raise
-            return  # nobody waits for this one
-        elsewhere: BaseException | None = None
-        if not whole and self.session is not None:
-            elsewhere = _told(self.session, self._tag, error)
-        first = elsewhere
-        elsewhere = self._end(error or first) or first
-        if elsewhere is not None and (error is None or isinstance(error, Again)):
+            elsewhere = self._end(error)
+        finally:
+            if self._zeros is not None:
+                self.everybody.comm.owed = None
+        if elsewhere is not None and error is None:
             raise elsewhere
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Meet all, and add up at the same time what is known to be the same in all."""
-        if self._zeros is None or not self.adds_at_end():
-            return _told(self.everybody, self._tag, error)
-        if self.everybody.is_over:
-            return None
-        (first, *rest), ours = self._added if self._added is not None and error is None else (self._zeros(), ())
-        finish = self.everybody.begin(self._tag, [_bits(first.item())], error)  # a message less than a sum of its own
-        sums = self.everybody.comm.begin_sums(rest, self._tag.name, ours[1:])
-        numbers: list[list[int]] = []
+        """Why this process has to fail, if it has not."""
         try:
-            numbers = finish()
-        except (Exception, Again) as elsewhere:
-            return elsewhere
-        finally:
-            self.sums = [first.new_tensor(sum(_number(row[0]) for row in numbers)), *sums()]
-        return None
+            whole = self.table.is_whole
+        except BaseException:
+            if error is None:
+                raise
+            return None  # nobody waits for this one
+        elsewhere: BaseException | None = None
+        if not whole and self.session is not None:
+            elsewhere, _ = self.session.end(self._tag, error)
+        error = error or elsewhere
+        if error is not None or self._added is None:
+            return self.everybody.end(self._tag, error)[0] or elsewhere
+        number, added = self._added
+        elsewhere, answer = self.everybody.end(self._tag, None, [_bits(number.item())], added)  # no sum of its own
+        if elsewhere is None:
+            self.sums = [number.new_tensor(sum(_number(row[0]) for row in answer.numbers)), *answer.sums]
+        return elsewhere
 
 
 def _bits(number: float) -> int:
@@ -212,43 +188,3 @@ def _bits(number: float) -> int:
 
 def _number(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
-
-
-class _All(NamedTuple):
-    counts: list[int]
-    rows: list[list[int]]
-    is_apart: bool
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(i for i, count in enumerate(self.counts) if count)
-
-    @property
-    def is_whole(self) -> bool:
-        return all(self.counts)
-
-
-@final
-class _Again:
-    def __init__(self, session: Session, tag: Tag) -> None:
-        session.is_over = False
-        self._session, self._tag = session, tag
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        elsewhere = _told(self._session, self._tag, error)
-        if error is None and elsewhere is not None:
-            raise elsewhere
-
-
-def _told(session: Session, tag: Tag, error: BaseException | None) -> BaseException | None:
-    """Tell the others how it went; why this process has to fail if it has not."""
-    if session.is_over and error is not None:
-        return None
-    try:
-        session.agree(tag, failure=error)
-    except (Exception, Again) as elsewhere:
-        return elsewhere
-    return None

@@ -12,17 +12,21 @@ from torch import Tensor
 
 from fdp._execution.patches import is_forward_mode
 from fdp._trees import torch_private
-from fdp.distributed._communicator import Communicator, Session, Tag
+from fdp.distributed._communicator import Communicator
+from fdp.distributed._session import Tag, meet
 
 
 def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
     """The sum over processes of each; those that are `ours` may be overwritten where nothing differentiates."""
     if not tensors:
         return []
+    return list(AllReduce.apply(comm, name, *tensors)) if is_tracked(tensors) else comm.sums(tensors, name, ours)
+
+
+def is_tracked(tensors: Sequence[Tensor]) -> bool:
+    """Whether something differentiates or transforms what is made of these."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if differentiated or torch_private.is_transformed() or is_forward_mode():
-        return list(AllReduce.apply(comm, name, *tensors))
-    return comm.sums(tensors, name, ours)
+    return differentiated or torch_private.is_transformed() or is_forward_mode()
 
 
 class AllReduce(torch.autograd.Function):
@@ -39,7 +43,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *GradientSum.apply(Session(ctx.comm), ctx.name, None, True, *grads)
+        return None, None, *GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -65,7 +69,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (whole,) = GradientSum.apply(Session(ctx.comm), ctx.name, None, True, *grads)  # as in `AllReduce`
+        (whole,) = GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)  # as in `AllReduce`
         return None, None, whole[ctx.comm.position]
 
     @staticmethod
@@ -85,12 +89,12 @@ class GradientSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(session: Session, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
+    def forward(comm: Communicator, name: str, values: Sequence[Tensor] | None, counts: bool, *tensors: Tensor) -> Any:
         return tuple(values or (x.view_as(x) for x in tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.session, ctx.name, _, ctx.counts, *tensors = inputs
+        ctx.comm, ctx.name, _, ctx.counts, *tensors = inputs
         ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
 
@@ -99,15 +103,15 @@ class GradientSum(torch.autograd.Function):
         name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
         given = [ctx.counts and grad is not None for grad in grads]
         tag = Tag(name, repr(shapes), lambda: f"gradients of {shapes}")
-        table = ctx.session.comm.agree(tag, [all(given)])
+        table = meet(ctx.comm, tag, [all(given)])().numbers
         if any(has_all for (has_all,) in table):
             there = list(range(len(grads)))
         else:
-            columns = zip(*ctx.session.comm.objects(given, name), strict=True)
+            columns = zip(*ctx.comm.objects(given, name), strict=True)
             there = [i for i, column in enumerate(columns) if any(column)]
         filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
         found: list[Any] = [None] * len(grads)
-        for i, x in zip(there, AllReduce.apply(ctx.session.comm, name, *filled) if there else (), strict=True):
+        for i, x in zip(there, AllReduce.apply(ctx.comm, name, *filled) if there else (), strict=True):
             found[i] = x
         return None, None, None, None, *found
 

@@ -1,6 +1,5 @@
 """The part of a process in a call on a mesh."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -16,11 +15,11 @@ from fdp._trees import torch_private
 from fdp._trees.tree import Flat, digest_of, flatten, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
-from fdp.distributed._autograd import GradientSum
-from fdp.distributed._communicator import Tag
+from fdp.distributed._autograd import GradientSum, is_tracked
 from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
 from fdp.distributed._reduce import everywhere, over_processes
+from fdp.distributed._session import Tag
 
 
 @final
@@ -29,23 +28,20 @@ class MeshCall(Agreement, PeerCall):
 
     flats: Sequence[Flat] = ()
 
-    def part(self) -> contextlib.AbstractContextManager[object]:
-        return self
-
     def before(self) -> tuple[int, int]:
-        return self.offset, self.rows_before
+        return self.table.before
 
     def has_others(self) -> bool:
         return self.session is not None
 
     def slots(self, own: int) -> int:
-        return self.count
+        return sum(self.table.counts)
 
     def rows(self, own: int) -> int:
-        return self.all_rows
+        return sum(map(sum, self.table.sizes))
 
     def sizes(self, own: Sequence[int], pieces: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        return [piece for size in self.all_sizes for piece in pieces(size)]
+        return [piece for each in self.table.sizes for size in each for piece in pieces(size)]
 
     def enter(self) -> None:
         self._check_transforms()
@@ -74,10 +70,12 @@ class MeshCall(Agreement, PeerCall):
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
         part = PartialResult(self, shards, dims, rest.weights, rest.whole(), device, where, first=first)
-        self.ends_with(part.tag(gradients.sums()))
-        if shards:
+        sums = gradients.sums()
+        self.ends_with(part.tag(sums))
+        if shards and not is_tracked([part.first(), *sums]):
+            del sums  # whether they may be written to depends on who refers to them
             ours = gradients.ours()
-            self.add([part.first(), *gradients.sums()], [False, *ours])
+            self.add(part.first(), gradients.sums(), ours)
 
         def finish() -> tuple[Tensor, Tree]:
             ours = gradients.ours()  # before others refer to them
@@ -120,7 +118,7 @@ class MeshCall(Agreement, PeerCall):
 
     def _check_transforms(self) -> None:
         layers = torch_private.get_interpreter_stack() or () if torch_private.is_transformed() else ()
-        if (is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)) and not self.is_whole:
+        if (is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)) and not self.table.is_whole:
             raise RuntimeError(
                 f"{self.where}: a process without rows cannot follow vmap or forward mode (jvp, jacfwd, hessian) "
                 "around the call. Give every process rows, or use reverse mode"
@@ -128,7 +126,7 @@ class MeshCall(Agreement, PeerCall):
 
 
 def begin(
-    processes: Processes, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+    processes: Processes, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
 ) -> tuple[MeshCall, Partition]:
     """Agree with the other processes on a call, and leave this one without shards if it has no rows."""
     whole = plan.sizes is None and not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
@@ -136,18 +134,13 @@ def begin(
         rows = [size for size in plan.sizes if size]
     else:  # what is not split runs once, on the first slot of all
         rows = [0] * (0 if whole and processes.comm.position else len(plan.slots))
-    differentiated = torch.is_grad_enabled() and any(
-        x.requires_grad for flat in flats for leaf in flat.leaves for x in leaf_tensors(leaf)
-    )
-    if differentiated or torch_private.is_transformed() or is_forward_mode():
-        apart = False
     kinds = [(digest_of(flat), [_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)]) for flat in flats]
 
     def say() -> str:
         leaves = [(f.path(i), x, d) for f in flats for i, (x, d) in enumerate(zip(f.leaves, f.specs, strict=True))]
         return "\n".join([f"{k}={v!r}" for k, v in same.items()] + [f"{path} {_said(x, d)}" for path, x, d in leaves])
 
-    call = MeshCall(processes, where, (same, kinds), rows, apart=apart, say=say)
+    call = MeshCall(processes, where, (same, kinds), rows, say)
     call.flats = flats
     return call, plan if call.is_active else Partition((), (), None if plan.sizes is None else ())
 
@@ -183,7 +176,7 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
     entered = dict(
         zip(
             distinct,
-            GradientSum.apply(call.everybody, call.where, None, call.is_active, *distinct.values()),
+            GradientSum.apply(call.everybody.comm, call.where, None, call.is_active, *distinct.values()),
             strict=True,
         )
     )

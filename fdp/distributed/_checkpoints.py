@@ -12,8 +12,8 @@ from fdp._placement.moves import bytes_of
 from fdp._placement.slot import EXCLUSIVE, fold_in, text_of
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import load, newest, write
-from fdp.distributed._communicator import Tag
 from fdp.distributed._portable import pack, unpack
+from fdp.distributed._session import Tag, meet
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
@@ -79,7 +79,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             wrong = ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
         if comm is not None:
-            comm.agree(Tag("Checkpoints.save"), failure=wrong)
+            meet(comm, Tag("Checkpoints.save"), failure=wrong)()
         if wrong is not None:
             raise wrong
         everybody = _from_all(comm, (step, _generator_states()))
@@ -116,7 +116,7 @@ class Checkpoints:
         """
         comm = self._wire()
         if comm is not None:
-            comm.agree(Tag("Checkpoints.restore"))
+            meet(comm, Tag("Checkpoints.restore"))()
         found = failure = None
         if comm is None or comm.rank == comm.ranks[0]:
             try:

@@ -1,38 +1,20 @@
-"""What processes say to each other, over torch.distributed: that they are at the same place, sums, and their tensors.
-
-Before any data there is a header, which all processes compare. Who has failed says so in the header that the others
-wait for, so that nobody waits for one who does not come, and all are at the same place again afterwards.
-"""
+"""Some processes and what goes between them, over torch.distributed: numbers, objects, sums, and their tensors."""
 
 import contextlib
 import datetime
 import pickle
-import traceback
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fdp._execution.restart import Again
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import text_of
 from fdp._trees import torch_private
-from fdp._trees.listing import differing
 from fdp.distributed._buckets import buckets_of, like, summable
 from fdp.distributed._underway import PendingOperation
-
-_FAILED, _AGAIN = 1, 2
-
-
-class Tag(NamedTuple):
-    """Where a process is: the name of what it does, and what of it has to be the same everywhere, or None."""
-
-    name: str
-    same: str | None = None
-    say: Callable[[], str] = str
 
 
 class Elsewhere(RuntimeError):
@@ -44,42 +26,6 @@ class Elsewhere(RuntimeError):
 
 Elsewhere.__name__ = Elsewhere.__qualname__ = "RuntimeError"  # for users it is one
 Elsewhere.__module__ = "builtins"
-
-
-@final
-class Session:
-    """What the processes of a communicator say in one call; it is over as soon as one of them has failed."""
-
-    def __init__(self, comm: "Communicator") -> None:
-        self.comm = comm
-        self.is_over = False
-        self._error: Exception | None = None
-
-    def agree(self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
-        """`begin`, and what comes of it."""
-        return self.begin(tag, numbers, failure)()
-
-    def begin(
-        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
-    ) -> Callable[[], list[list[int]]]:
-        """`Communicator.begin`, unless it has failed before: then the others do not wait any more."""
-        if self.is_over:
-            if failure is not None:
-                return list
-            raise Elsewhere(f"{tag.name}: {self._error or 'another process has failed before'}")
-        self.is_over = True
-        wait = self.comm.begin(tag, numbers, failure)
-
-        def finish() -> list[list[int]]:
-            try:
-                found = wait()
-            except Exception as error:
-                self._error = error
-                raise
-            self.is_over = failure is not None
-            return found
-
-        return finish
 
 
 @final
@@ -95,6 +41,8 @@ class Communicator:
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
         self._missed: str | None = None  # who, once that has been asked
+        self.owed: Callable[[], list[Tensor]] | None = None
+        """Zeros like what others may add up at the end of the call that is underway."""
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
         """One between some of these processes, all of which make it together; None if this is none of them."""
@@ -106,60 +54,19 @@ class Communicator:
         """Which of the processes this is."""
         return self.ranks.index(self.rank)
 
-    def agree(self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None) -> list[list[int]]:
-        """`begin`, and what comes of it."""
-        return self.begin(tag, numbers, failure)()
-
-    def begin(
-        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
-    ) -> Callable[[], list[list[int]]]:
-        """Meet the other processes and exchange a few numbers. All are at the same place, or all raise `Elsewhere`.
-
-        The process that failed does not raise: it has an error of its own. What is returned waits for the others.
-        """
-        digest = 0 if tag.same is None else zlib.crc32(f"{tag.name} {tag.same}".encode())
-        status = 0 if failure is None else _AGAIN if isinstance(failure, Again) else _FAILED
-        own = [zlib.crc32(tag.name.encode()), digest, status, *numbers]
-        assert len(numbers) <= self._width  # all headers have one size, or nobody could compare them
-        header = torch.tensor(own + [0] * (self._width + 3 - len(own)), dtype=torch.int64, device=self._control)
+    def begin_header(self, numbers: Sequence[int], name: str) -> Callable[[], list[list[int]]]:
+        """The numbers of every process. All headers have one size, or nobody could compare them."""
+        assert len(numbers) <= self._width
+        padded = [*numbers, *[0] * (self._width - len(numbers))]
+        header = torch.tensor(padded, dtype=torch.int64, device=self._control)
         table = [torch.empty_like(header) for _ in self.ranks]
-        wait = self._start(tag.name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
+        wait = self._start(name, header, lambda: dist.all_gather(table, header, group=self.group, async_op=True))
 
         def finish() -> list[list[int]]:
             wait()
-            rows = [row.tolist() for row in table]
-            digests = {row[1] for row in rows if row[1]}
-            statuses = {row[2] for row in rows}
-            if statuses == {0} and len(digests) <= 1 and all(row[0] == own[0] for row in rows):
-                return [row[3 : 3 + len(numbers)] for row in rows]
-            how = (
-                None
-                if failure is None or status != _FAILED
-                else f"has raised {type(failure).__name__}: {text_of(failure)}"
-            )
-            trace = "" if failure is None or status != _FAILED else "".join(traceback.format_exception(failure))
-            *said, traces = zip(*self.objects((tag.name, tag.say(), how, trace), tag.name), strict=True)
-            if status == _FAILED:
-                return []
-            if _AGAIN in statuses and _FAILED not in statuses:
-                raise Again
-            error = Elsewhere(self._explain(tag, list(zip(*said, strict=True))))
-            for rank, text in zip(self.ranks, traces, strict=True):  # it may be ended before it has printed it
-                if text:
-                    error.add_note(f"In process {rank}:\n{text.rstrip()}")
-            raise error
+            return [row.tolist() for row in table]
 
         return finish
-
-    def _explain(self, tag: Tag, said: Sequence[tuple[str, str, str | None]]) -> str:
-        failed = [f"process {rank} {how}" for rank, (_, _, how) in zip(self.ranks, said, strict=True) if how]
-        if failed:
-            return f"{tag.name} in process {self.rank} fails: {'; '.join(failed)}"
-        if any(name != tag.name for name, _, _ in said):
-            each = ", ".join(f"{name} in process {rank}" for rank, (name, _, _) in zip(self.ranks, said, strict=True))
-            return f"the processes are at different places: {each}. All must do the same in the same order"
-        each = differing([what for _, what, _ in said], [f"process {rank}" for rank in self.ranks])
-        return f"{tag.name}: the processes do not fit together: {each}"
 
     def objects(self, value: Any, name: str) -> list[Any]:
         """The value of every process, pickled on the way."""

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 
 from fdp._placement.slot import AXES
-from fdp.distributed._communicator import Tag
 from fdp.distributed._processes import Processes
+from fdp.distributed._session import Tag, meet
 
 
 class Beginning:
@@ -41,7 +41,7 @@ def beginning(others: Processes, where: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if not own.is_over:
-            others.comm.agree(Tag(where), failure=error)
+            meet(others.comm, Tag(where), failure=error)()
         raise
     finally:
         BEGINNING.reset(token)
@@ -54,4 +54,4 @@ def begin(processes: Processes, tag: Tag) -> None:
     beginning = BEGINNING.get()
     if beginning is not None:
         beginning.is_over = True
-    processes.comm.agree(tag)
+    meet(processes.comm, tag)()

@@ -51,11 +51,11 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
     owns_group = not dist.is_initialized()
     if owns_group:
         _join(backend, slots[0], limit)
-    comm = Communicator(None, range(dist.get_world_size()), dist.get_rank(), 2, limit)
+    comm = Communicator(None, range(dist.get_world_size()), dist.get_rank(), 0, limit)
     counts: list[int] = comm.objects(len(slots), "init")
     if len(counts) == 1:
         return Mesh(slots, None, owns_group=owns_group)
-    comm = Communicator(None, comm.ranks, comm.rank, 2 + max(counts), limit)
+    comm = Communicator(None, comm.ranks, comm.rank, 6 + max(counts), limit)
     return Mesh(slots, MeshPeers(comm, counts), owns_group=owns_group)
 
 

@@ -13,7 +13,8 @@ from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import AllGather, ZeroGradients, total
-from fdp.distributed._communicator import Communicator, Tag
+from fdp.distributed._communicator import Communicator
+from fdp.distributed._session import Tag
 
 _GLOBAL = (None, "mean", "sum", "max", "min")
 
@@ -80,13 +81,14 @@ class PartialResult:
         each = zip(kinds, flat.specs, strict=True)
         shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
-        same = flat.structure, flat.specs, shapes, needs, [(x.dtype, tuple(x.shape)) for x in more]
+        added = [(x.dtype, tuple(x.shape)) for x in more]  # not the tensors: nobody else is to refer to them
+        same = flat.structure, flat.specs, shapes, needs, added
 
         def say() -> str:
             each = enumerate(zip(kinds, flat.specs, strict=True))
             tracked = [", requires grad" if need else "" for need in needs]
             said = [f"{flat.path(i)} {_said(kind)} under {spec!r}{tracked[i]}" for i, (kind, spec) in each]
-            return "\n".join(said + [f"gradient {list(x.shape)}" for x in more])
+            return "\n".join(said + [f"gradient {list(shape)}" for _, shape in added])
 
         return Tag(f"the end of {self._where}", repr(same), say)
 
@@ -117,8 +119,8 @@ class PartialResult:
         if flat is not None:
             pairs = zip(self._leaves, flat.leaves, strict=True)
             self._leaves = [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs]
-        if not across.is_whole:
-            position = across.ranks[0]
+        if not across.table.is_whole:
+            position = across.table.ranks[0]
             for i, (leaf, spec) in enumerate(zip(self._leaves, specs, strict=True)):
                 if spec in _GLOBAL and isinstance(leaf, Tensor):
                     self._leaves[i] = _shared(leaf, across.everybody.comm, position, across.is_active, self._where)
@@ -184,7 +186,7 @@ class PartialResult:
             not isinstance(leaf, Tensor) and spec not in ("list", "items")
             for leaf, spec in zip(flat.leaves, flat.specs, strict=True)
         )
-        if across.is_whole and not plain:
+        if across.table.is_whole and not plain:
             return []
         own = None
         if flat is not None:
@@ -203,8 +205,8 @@ class PartialResult:
                 ):
                     raise ValueError(
                         f"{self._where}: {self._name if flat is None else flat.path(i)} differs between processes: "
-                        f"{first[1][i][0]} in process {across.ranks[0]}, {kind} in process {rank}. A value that is no "
-                        "tensor is returned once: return a tensor, or choose 'list'"
+                        f"{first[1][i][0]} in process {across.table.ranks[0]}, {kind} in process {rank}. A value that "
+                        "is no tensor is returned once: return a tensor, or choose 'list'"
                     )
         return every
 

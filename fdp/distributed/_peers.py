@@ -27,9 +27,9 @@ class MeshPeers(Processes, Peers):
         return beginning(self, where)
 
     def begin(
-        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any], *, apart: bool
+        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
     ) -> tuple[PeerCall, Partition]:
-        return begin(self, where, plan, flats, same, apart=apart)
+        return begin(self, where, plan, flats, same)
 
     def begin_on_slots(self, where: str, same: Mapping[str, Any], rows: Sequence[int]) -> PeerCall:
         return MeshCall(self, where, same, rows)

@@ -9,7 +9,8 @@ from torch import Tensor
 from fdp._collectives.operations import Extreme, Operation, Sum
 from fdp._placement.moves import accumulator, total
 from fdp.distributed._agreement import Agreement
-from fdp.distributed._communicator import Communicator, Tag
+from fdp.distributed._communicator import Communicator
+from fdp.distributed._session import Tag
 
 
 def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], across: Agreement) -> list[list[Tensor]]:
@@ -28,15 +29,16 @@ def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], ac
             for leaf, (found, xs) in enumerate(zip(each, columns, strict=True))
         ]
     found = []
+    first, _ = across.table.before
     for leaf, xs in enumerate(columns):
-        own = slice(across.offset, across.offset + len(xs))
+        own = slice(first, first + len(xs))
         found.append(operation.results(_of_all_slots(xs, across, comm, name), leaf)[own])
     return found
 
 
 def _of_all_slots(xs: Sequence[Tensor], across: Agreement, comm: Communicator, name: str) -> list[Tensor]:
     """A leaf of every slot of every process, in order."""
-    counts = [across.counts[rank] for rank in comm.ranks]
+    counts = [across.table.counts[rank] for rank in comm.ranks]
     nothing = xs[0].new_empty((0,) * xs[0].ndim)
     rounds = [comm.all(xs[i] if i < len(xs) else nothing, name) for i in range(max(counts))]
     return [rounds[i][process] for process, count in enumerate(counts) for i in range(count)]

@@ -9,9 +9,10 @@ from fdp._trees.listing import differing, listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._communicator import Communicator, Session, Tag
+from fdp.distributed._communicator import Communicator
 from fdp.distributed._entry import begin
 from fdp.distributed._processes import Processes
+from fdp.distributed._session import Tag
 
 
 def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tree:
@@ -39,7 +40,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
             [f"process {rank}: {listed(paths)}" for rank, paths in enumerate(comm.objects(other, "replicate")) if paths]
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        shared = GradientSum.apply(Session(comm), "replicate", shared, True, *tensors)
+        shared = GradientSum.apply(comm, "replicate", shared, True, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
 

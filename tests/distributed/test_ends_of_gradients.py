@@ -1,0 +1,89 @@
+"""Gradients are added up as a call ends: also where one process does not come there, and where slots have met."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.distributed.pool import Failure, Pool
+
+
+class Torn(Tensor):
+    """A batch that cannot be split."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "split" in func.__name__ or "narrow" in func.__name__:
+            raise MemoryError("torn")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def loss(p: Tensor, x: Tensor) -> Tensor:
+    return (x * p).mean()
+
+
+def x_of(mesh: Any) -> Tensor:
+    return torch.arange(12.0).reshape(4, 3) + mesh.rank
+
+
+def torn_in_process_1(mesh: Any) -> str:
+    """A step that works, one that fails in process 1 before its shards run, and one that works again."""
+    step = fdp.value_and_grad(loss, devices=mesh)
+    before = step(torch.ones(3), x_of(mesh))
+    try:
+        step(torch.ones(3), x_of(mesh).as_subclass(Torn) if mesh.rank else x_of(mesh))
+    except (MemoryError, RuntimeError) as error:
+        assert torch.equal(step(torch.ones(3), x_of(mesh))[1], before[1])
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_process_that_fails_before_its_shards_run_is_not_waited_for(two: Pool):
+    first, second = two(torn_in_process_1, 2)
+    assert "process 1 has raised MemoryError: torn" in first
+    assert second == "torn"
+
+
+def meets_in_process_1(mesh: Any, known: bool) -> float:
+    """Process 0 is at the end of the call, and has begun to add, when process 1 comes to a collective."""
+
+    def uneven(p: Tensor, x: Tensor) -> Tensor:
+        value = loss(p, x)
+        return value + fdp.psum(value.detach()) if met[0] or mesh.rank else value
+
+    met = [known]
+    step = fdp.value_and_grad(uneven, devices=mesh)
+    if known:
+        step(torch.ones(3), x_of(mesh))
+        met[0] = False
+    with pytest.raises(RuntimeError, match="different places: .*end of value_and_grad in process 0, psum in process 1"):
+        step(torch.ones(3), x_of(mesh))
+    met[0] = True
+    value, grads = step(torch.ones(3), x_of(mesh))
+    return value.item() + grads.sum().item()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_collective_in_one_process_only_fails_in_both(two: Pool, slots: int, known: bool):
+    found = two.outcomes(meets_in_process_1, slots, known)
+    assert not any(isinstance(each, Failure) for each in found), found
+    assert found[0] == found[1]
+
+
+def operations_of_a_step(mesh: Any, meets: bool) -> list[str]:
+    def step_loss(p: Tensor, x: Tensor) -> Tensor:
+        return loss(p, x) + fdp.psum(x.sum()) if meets else loss(p, x)
+
+    step = fdp.value_and_grad(step_loss, devices=mesh)
+    with torch.profiler.profile() as profile:
+        step(torch.ones(3), x_of(mesh))
+    return sorted(event.name for event in profile.events() if event.name.startswith("gloo:"))
+
+
+def test_the_first_step_has_as_few_messages_as_later_ones(two: Pool):
+    for meets in (False, True):  # beside those of the collective, in the thread of its slot
+        for found in two(operations_of_a_step, 1, meets):
+            assert found == ["gloo:all_gather"] * 2 + ["gloo:all_reduce"]

@@ -108,7 +108,7 @@ def meet(
             everybody = _reached(operations[0], marks, peers, all(row[1] for row in table))
             if not any(map(any, everybody)):  # everywhere, or some would wait for the others
                 return [Met([], needed, [False] * len(tensors), is_from_outside) for _ in marks]
-            first, _ = peers.before()
+            first = peers.slots_before()
             reached = everybody[first : first + len(marks)]
         found = peers.combine(operations[0], moved)
         for leaf, (xs, made) in enumerate(zip(zip(*columns, strict=True), found, strict=True)):

@@ -29,7 +29,6 @@ from fdp._execution.random import bookmark, seeded
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
-from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
@@ -85,21 +84,6 @@ def thread_safe(fn: Function) -> Function:
         fn = partial(fn)
     mark(fn)
     return fn
-
-
-def slots_of(plan: Partition, axis_name: str, peers: PeerCall = ALONE_IN_CALL) -> list[Slot]:
-    """The place of every shard of a plan, counted over all processes."""
-    ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(plan.slots))}
-    several = len(ranks) < len(plan.slots)
-    count, (first_slot, first_row) = peers.slots(len(ranks)), peers.before()
-    places, first = [], {slot: i for i, slot in reversed(list(enumerate(plan.slots)))} if several else {}
-    for i, (slot, device) in enumerate(zip(plan.slots, plan.devices, strict=True)):
-        piece = i - first[slot] if several else None
-        rows = plan.rows(i)
-        if rows is not None:
-            rows = range(first_row + rows.start, first_row + rows.stop)
-        places.append(Slot(first_slot + ranks[slot], count, rows, device, axis_name, piece))
-    return places
 
 
 def check_options(executor: Executor, seed: int | None, where: str) -> None:
@@ -164,7 +148,7 @@ def _run_apart(
     before = WANTED.set(wanted)
     try:
         failures = None
-        if _may_use_threads(mode, len(tasks)):
+        if _why_in_order(mode, len(tasks)) is None:
             tasks = _in_a_chain(tasks)
             failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays or mode.effects)
             if failures is None and go_back is not None and not taken:  # else what was taken would be drawn again
@@ -265,13 +249,30 @@ def _run_in_order(
     return failures
 
 
-def _may_use_threads(mode: Mode, shards: int) -> bool:
-    """Whether shards may run side by side: it is wanted, and they would see what they see in the caller's thread."""
-    if mode.executor == "sequential" or shards < 2 or mode.seed is not None or IN_ORDER.get():
-        return False  # seeded shards take turns with torch's one generator of the CPU
-    if mode.executor == "auto" and (not is_marked(mode.fn) or torch_private.is_transformed()):
-        return False
-    return is_carried() and not is_forward_mode() and not must_run_in_order(mode.fn)
+def executor_of(mode: Mode, shards: int) -> str:
+    """How shards run, and why."""
+    reason = _why_in_order(mode, shards)
+    return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
+
+
+def _why_in_order(mode: Mode, shards: int) -> str | None:
+    """Why shards do not run side by side; None if they do: it is wanted, and they see what the caller's thread sees."""
+    if shards < 2:
+        return "there is one"
+    if mode.executor == "sequential":
+        return "executor='sequential'"
+    if mode.seed is not None:
+        return "they are seeded, and take turns with torch's one generator of the CPU"
+    if IN_ORDER.get():
+        return "a call around this one has a lock"
+    if mode.executor == "auto":
+        if not is_marked(mode.fn):
+            return "the function is not known to be safe in threads (fdp.thread_safe marks it)"
+        if torch_private.is_transformed():
+            return "a transform of torch.func is active"
+    if not is_carried() or is_forward_mode():
+        return "other threads would not see a mode, hook or profiler that is active here"
+    return "the function has refused to run beside others" if must_run_in_order(mode.fn) else None
 
 
 def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:

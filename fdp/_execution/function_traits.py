@@ -76,25 +76,25 @@ def _of_compiler(module: str, name: str) -> Any:
 
 def is_cold(fn: Any, slot: Slot) -> bool:
     """Whether `fn` has yet to show that it compiles nothing anew on a shard of this size."""
-    return _kind(slot) not in _WARM.get(_key(fn), ())
+    return _kind(slot) not in _WARM.get(identity(fn), ())
 
 
 def note(fn: Any, slot: Slot, compiled: bool) -> None:
     """Remember whether `fn` has compiled something on a shard."""
     if compiled:
-        _WARM.pop(_key(fn), None)
+        _WARM.pop(identity(fn), None)
     else:
-        _WARM.setdefault(_key(fn), set()).add(_kind(slot))
+        _WARM.setdefault(identity(fn), set()).add(_kind(slot))
 
 
 def must_run_in_order(fn: Any) -> bool:
     """Whether `fn` has refused to run beside others."""
-    return len(_ORDERED) > 0 and _closed_over(fn) in _ORDERED.get(_key(fn), ())
+    return len(_ORDERED) > 0 and _closed_over(fn) in _ORDERED.get(identity(fn), ())
 
 
 def remember_order(fn: Any) -> None:
     """Keep in mind that `fn` refuses to run beside others."""
-    _ORDERED.setdefault(_key(fn), set()).add(_closed_over(fn))
+    _ORDERED.setdefault(identity(fn), set()).add(_closed_over(fn))
 
 
 def meets(fn: Any) -> bool:
@@ -103,7 +103,7 @@ def meets(fn: Any) -> bool:
     One that learns it meanwhile would run the call once, where the others run it twice: in collectives of axes around
     the call they would meet in other runs than their own.
     """
-    known, calls = len(_TOGETHER) > 0 and _key(fn) in _TOGETHER, CALLS.get()
+    known, calls = len(_TOGETHER) > 0 and identity(fn) in _TOGETHER, CALLS.get()
     rendezvous = next((axis.rendezvous for axis in AXES.get() if axis.rendezvous is not None), None)
     if rendezvous is None or calls is None:
         return known
@@ -113,7 +113,7 @@ def meets(fn: Any) -> bool:
 
 def remember_together(fn: Any) -> None:
     """Keep in mind that shards of `fn` meet in collectives."""
-    _TOGETHER.add(_key(fn))
+    _TOGETHER.add(identity(fn))
 
 
 def begin_anew() -> None:
@@ -123,7 +123,16 @@ def begin_anew() -> None:
         calls.count += 1
 
 
-def _key(fn: Any) -> Any:
+def how_called(fn: Any) -> Any:
+    """What says, beside its identity, which arguments a function takes."""
+    given = []
+    while isinstance(fn, functools.partial):
+        given.append((len(fn.args), tuple(fn.keywords)))
+        fn = fn.func
+    return type(fn), *given
+
+
+def identity(fn: Any) -> Any:
     """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
     while isinstance(fn, functools.partial):
         fn = fn.func

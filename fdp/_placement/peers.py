@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fdp._placement.join import join
 from fdp._placement.partition import Partition
+from fdp._placement.slot import Slot
 from fdp._trees.tree import Flat
 from fdp._trees.types import Dims, Tree
 
@@ -61,9 +62,13 @@ class PeerCall:
         """
         return contextlib.nullcontext()
 
-    def before(self) -> tuple[int, int]:
-        """The slots and the rows of the processes before this one."""
-        return 0, 0
+    def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
+        """The places of the shards of this process, counted over all."""
+        return own
+
+    def slots_before(self) -> int:
+        """How many slots the processes before this one have."""
+        return 0
 
     def has_others(self) -> bool:
         """Whether other processes have shards."""

@@ -1,10 +1,13 @@
-"""The plan of a call, to read and to look at."""
+"""The plan of a call: all that is decided before it runs."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from fdp._placement.partition import Partition
+from fdp._placement.slot import Slot
 from fdp._placement.transfers import Collective, Transfer
 from fdp._trees.table import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
 
@@ -34,13 +37,42 @@ class PlannedLeaf:
     copied: int
 
 
+class PlannedArgument(NamedTuple):
+    """How an argument is placed: the spec of each leaf, which leaves are not the same for all shards."""
+
+    stage: str
+    specs: list[Any]
+    places: Sequence[int]
+    moves: bool  # whether something is on another device than where it is needed
+
+
+def places_of(partition: Partition, axis_name: str) -> tuple[Slot, ...]:
+    """The place of every shard."""
+    ranks = {slot: rank for rank, slot in enumerate(dict.fromkeys(partition.slots))}
+    has_pieces = len(ranks) < len(partition.slots)
+    first: dict[int, int] = {}
+    found = []
+    for i, (slot, device) in enumerate(zip(partition.slots, partition.devices, strict=True)):
+        piece = i - first.setdefault(slot, i) if has_pieces else None
+        found.append(Slot(ranks[slot], len(ranks), partition.rows(i), device, axis_name, piece))
+    return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan(Drawn):
-    """What `explain` found: what a call of `dp_apply` will do. It prints itself.
+    """What a call will do, decided from what is known of its arguments without their values. It prints itself.
+
+    `explain` returns it with what a run on tensors without data has shown: `arguments` and all after it.
 
     Attributes:
+        slots: The device of each slot.
+        partition: Which slots have a shard, and their rows.
+        pieces: The same with each shard cut into microbatches.
+        args: How each argument is placed.
+        places: The place of each piece, as a shard sees it.
         devices: The device of each slot that has a shard.
         sizes: Rows of each of these, None if nothing is split.
+        executor: How shards run, and why.
         arguments: The leaves of `params`, `inputs` and `kwargs`.
         outputs: The leaves of the output, None if they cannot be known.
         collectives: What slots exchange, in order: name, tensors and bytes that slot 0 brings.
@@ -48,19 +80,34 @@ class Plan(Drawn):
         problem: Why outputs are not known: the function depends on values, or what it raised.
     """
 
-    devices: tuple[torch.device, ...]
-    sizes: tuple[int, ...] | None
-    arguments: tuple[PlannedLeaf, ...]
-    outputs: tuple[PlannedLeaf, ...] | None
-    collectives: tuple[Collective, ...]
-    copies: tuple[Transfer, ...]
+    slots: tuple[torch.device, ...]
+    partition: Partition
+    pieces: Partition
+    args: tuple[PlannedArgument, ...]
+    places: tuple[Slot, ...]
+    executor: str = ""
+    arguments: tuple[PlannedLeaf, ...] = ()
+    outputs: tuple[PlannedLeaf, ...] | None = None
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[Transfer, ...] = ()
     problem: str | None = None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return self.partition.devices
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        return self.partition.sizes
 
     def drawing(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        parts: list[Any] = [self._slots(), "", _leaves("Arguments", self.arguments), ""]
+        parts: list[Any] = [self._slots(), ""]
+        if self.executor:
+            parts += [Text.assemble(("Runs: ", "bold"), self.executor), ""]
+        parts += [_leaves("Arguments", self.arguments), ""]
         if self.outputs is None:
             parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))
         else:

@@ -11,10 +11,11 @@ from fdp._placement.dims import check_in_dim
 from fdp._placement.moves import Memo, copy, copy_once, split, to_device
 from fdp._placement.partition import Partition, balanced, check_weights, make_plan, proportional
 from fdp._placement.peers import Peers, peers_of
+from fdp._placement.plan import PlannedArgument
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
-from fdp._trees.tree import Flat, array_inside, flatten, unflatten
+from fdp._trees.tree import Flat, array_inside, flatten, signature_of_dims, unflatten
 from fdp._trees.types import AUTO, Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
@@ -209,16 +210,50 @@ def _along(spec: Any) -> str:
 # ---- carrying it out
 
 
-def place(flat: Flat, plan: Partition, memo: Memo, by_rows: Mapping[int, Partition] | None = None) -> list[Tree]:
+def kind_of(leaf: Any) -> Any:
+    """What a plan may depend on of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        shape = None if leaf.is_nested else leaf.shape
+        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
+    if isinstance(leaf, Slots):
+        return type(leaf), leaf.devices, leaf.sizes, signature_of_dims(leaf.dims) or object()
+    return type(leaf)
+
+
+def planned(flat: Flat, plan: Partition) -> PlannedArgument:
+    """How an argument is placed."""
+    places = [
+        i
+        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
+        if spec is not None or isinstance(leaf, Slots) or _moves(leaf, plan)
+    ]
+    name = "replicate" if all(spec is None for spec in flat.specs) else "scatter"
+    return PlannedArgument(name, flat.specs, places, any(_moves(leaf, plan) for leaf in flat.leaves))
+
+
+def _moves(leaf: Any, plan: Partition) -> bool:
+    return isinstance(leaf, torch.Tensor) and any(device != leaf.device for device in plan.devices)
+
+
+def place(
+    flat: Flat,
+    plan: Partition,
+    memo: Memo,
+    by_rows: Mapping[int, Partition] | None = None,
+    places: Sequence[int] | None = None,
+) -> list[Tree]:
     """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
 
-    Where tensors differ in their rows, `by_rows` has the plan for each number of them.
+    Where tensors differ in their rows, `by_rows` has the plan for each number of them. `places` are the leaves that are
+    not the same for all shards.
     """
-    columns = [
-        _cut(leaf, spec, plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan), flat, i, memo)
-        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-    ]
-    return [unflatten(flat.structure, [column[i] for column in columns]) for i in range(len(plan.slots))]
+    shards = [flat.leaves.copy() for _ in plan.slots]
+    for i in range(len(flat.leaves)) if places is None else places:
+        leaf, spec = flat.leaves[i], flat.specs[i]
+        part = plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan)
+        for shard, value in zip(shards, _cut(leaf, spec, part, flat, i, memo), strict=True):
+            shard[i] = value
+    return [unflatten(flat.structure, leaves) for leaves in shards]
 
 
 def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:

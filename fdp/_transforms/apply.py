@@ -6,24 +6,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fdp._collectives.lockstep import Task
-from fdp._collectives.run import Mode, check_options, run_all, slots_of
+from fdp._collectives.run import Mode, check_options, run_all
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.partition import Partition
-from fdp._placement.peers import Joined, peers_of
+from fdp._placement.peers import peers_of
+from fdp._placement.plan import places_of
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split import common_peers
-from fdp._transforms.arguments import (
-    Arg,
-    Options,
-    Shard,
-    call_shard,
-    check_function,
-    check_several,
-    keyword_args,
-    positional_args,
-    prepare,
-)
+from fdp._transforms.arguments import Arg, check_function, check_several, keyword_args, positional_args
+from fdp._transforms.call import Options, Shard, bind, call_shard
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
 from fdp._trees.untraced import leave_alone
 
@@ -221,7 +213,7 @@ def _on_slots(
     ]
     call = peers.begin_on_slots(where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
     with call.part():
-        places = slots_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name, call)
+        places = call.places(places_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name))
         results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
     return Sharded(tuple(results), slots, peers=peers)
 
@@ -229,22 +221,17 @@ def _on_slots(
 def _map_shards(
     fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Arg], out_dims: Dims | Auto, options: Options
 ) -> Tree:
-    """Plan, place, run, join."""
+    """Bind, plan, place, run, join."""
     where = options.where
-    check_several(fn, args, kwargs, where)
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
-    call = prepare(args, kwargs, options)
-    sizes, peers = call.plan.sizes, call.peers
-    with peers.part():
-        shards, watch = call.place()
+    call = bind(fn, args, kwargs, options)
+    with call.peers.part():
+        shards, check = call.place()
         tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
-        slots = slots_of(call.plan, options.axis_name, peers)
-        outputs = run_all(tasks, slots, Mode(options.executor, options.seed, fn, peers=peers))
-        watch.check(where)
-        weights = sizes if sizes is not None or len(outputs) > 1 else (1,)
-        whole = functools.partial(peers.rows, sum(sizes)) if sizes is not None else lambda: 1
-        out = peers.join(Joined(outputs, dims, weights, whole, "out"), target or call.device, where)
+        outputs = run_all(tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers))
+        check.check(where)
+        out = call.peers.join(call.joined(outputs, dims), target or call.device, where)
     return out()
 
 

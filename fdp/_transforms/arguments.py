@@ -1,4 +1,4 @@
-"""A call that is mapped over slots: its arguments, named for messages, then split and moved."""
+"""The arguments of a call, named for messages and checked."""
 
 import inspect
 import types
@@ -7,31 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._collectives.run import check_options
-from fdp._placement.moves import Memo
-from fdp._placement.partition import Partition, microbatched
-from fdp._placement.peers import PeerCall
-from fdp._placement.sharded import Slots, leaf_tensors
-from fdp._placement.split import common_peers, flatten_args, held_slots, place, plan_args
-from fdp._transforms.purity import MutationCheck
-from fdp._trees.listing import names, note_lists
-from fdp._trees.profiling import stage
-from fdp._trees.tree import Flat
-from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._placement.sharded import Slots
+from fdp._trees.listing import names
+from fdp._trees.types import Dims, Function, Tree
 from fdp._trees.untraced import leave_alone
-
-
-class Options(NamedTuple):
-    """How a call is mapped, and `where`: the public function that messages name."""
-
-    where: str
-    devices: Devices
-    output_device: DeviceLike | None
-    weights: Sequence[float] | None
-    executor: Executor
-    seed: int | None
-    axis_name: str
-    same: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Arg(NamedTuple):
@@ -41,70 +20,6 @@ class Arg(NamedTuple):
     tree: Tree
     dims: Dims
     choices: str = "in_dims"
-
-
-class Shard(NamedTuple):
-    """What the function is called with on one slot."""
-
-    args: tuple[Tree, ...]
-    kwargs: dict[str, Tree]
-
-
-def call_shard(fn: Function, shard: Shard) -> Any:
-    """Call a function with a shard."""
-    try:
-        return fn(*shard.args, **shard.kwargs)
-    except (TypeError, AttributeError) as error:
-        note_lists(error, shard.args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
-        raise
-
-
-class Call(NamedTuple):
-    """A planned call, of which this process runs `plan`."""
-
-    flats: list[Flat]
-    slots: tuple[torch.device, ...]
-    plan: Partition
-    peers: PeerCall
-    n_args: int
-    keywords: tuple[str, ...]
-
-    @property
-    def device(self) -> torch.device:
-        """Where results go: the first slot that has a shard."""
-        return self.plan.devices[0] if self.plan.devices else self.slots[0]
-
-    def inputs(self) -> list[torch.Tensor]:
-        """All tensors of the arguments."""
-        return [tensor for flat in self.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
-
-    def place(self) -> tuple[list[Shard], MutationCheck]:
-        """The arguments on each slot, and what sees that nobody writes to them."""
-        self.peers.enter()
-        memo: Memo = {}
-        columns = [_placed(flat, self.plan, memo) for flat in self.flats]
-        shards = [
-            Shard(values[: self.n_args], dict(zip(self.keywords, values[self.n_args :], strict=True)))
-            for values in zip(*columns, strict=True)
-        ]
-        return shards, MutationCheck.over(self.flats, memo)
-
-
-def prepare(args: Sequence[Arg], kwargs: Mapping[str, Arg], options: Options, microbatches: int = 1) -> Call:
-    """Partition a call."""
-    where = options.where
-    check_options(options.executor, options.seed, where)
-    flats = flatten_args([*args, *kwargs.values()], where)
-    peers = common_peers(held_slots(flats), options.devices, where)
-    slots, plan = plan_args(flats, options.devices, options.weights, where)
-    same = {"axis_name": options.axis_name, "seed": options.seed, "splits": plan.sizes is not None, **options.same}
-    together, plan = peers.begin(where, plan, flats, same)
-    return Call(flats, slots, microbatched(plan, microbatches), together, len(args), tuple(kwargs))
-
-
-def _placed(flat: Flat, plan: Partition, memo: Memo) -> list[Tree]:
-    with stage("replicate" if all(spec is None for spec in flat.specs) else "scatter"):
-        return place(flat, plan, memo)
 
 
 def positional_args(args: tuple[Tree, ...], in_dims: Dims, name: str, where: str) -> list[Arg]:

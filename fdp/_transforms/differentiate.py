@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fdp._collectives.lockstep import Task
-from fdp._collectives.run import Mode, run, run_all, slots_of
+from fdp._collectives.run import Mode, run, run_all
 from fdp._execution.function_traits import meets
 from fdp._execution.restart import Again, forget_restarts
 from fdp._placement.devices import as_device
@@ -19,18 +19,9 @@ from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.slot import Slot
 from fdp._transforms.accumulate import Gradients, check_differentiable
-from fdp._transforms.arguments import (
-    Arg,
-    Call,
-    Options,
-    Shard,
-    check_function,
-    check_several,
-    keyword_args,
-    positional_args,
-    prepare,
-)
+from fdp._transforms.arguments import check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
+from fdp._transforms.call import Call, Options, Shard, bind
 from fdp._transforms.shard_grad import (
     Out,
     Problem,
@@ -113,27 +104,27 @@ class Differentiation:
         target = None if self.output_device is None else as_device(self.output_device, where)
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
         seed, axis_name = self.seed, self.axis_name
-        check_several(self.fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], kwargs, where)
-        call = prepare(
+        call = bind(
+            self.fn,
             positional_args(args, in_dims, "args", where),
             keyword_args(kwargs, self.kwarg_dims, where),
             Options(where, self.devices, self.output_device, self.weights, self.executor, seed, axis_name, same),
             self.microbatches,
         )
-        outs: list[Any] = [None] * len(call.plan.slots)
+        outs: list[Any] = [None] * len(call.partition.slots)
         aliases: list[torch.Tensor] = []
-        gradients = Gradients([call.flats[i] for i in positions], call.plan, target)
+        gradients = Gradients([call.flats[i] for i in positions], call.partition, target)
         with call.peers.part(gradients.zeros):
-            shards, watch = call.place()
-            check_differentiable([call.flats[i] for i in positions], call.plan, where)
+            shards, check = call.place()
+            check_differentiable([call.flats[i] for i in positions], call.partition, where)
 
             def take(i: int, result: ShardResult) -> None:
                 outs[i] = result.out
                 aliases.extend(result.aliases)
                 gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 
-            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, shards, take)
-            watch.check(where)
+            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, shards, check.given, take)
+            check.check(where)
             loss, aux = self._joined(outs, call, weights)
             found = call.peers.reduce(loss, aux, gradients, aliases, target or call.device, where)
         value, rest = found()
@@ -142,7 +133,7 @@ class Differentiation:
 
     def _joined(self, outs: Sequence[Out], call: Call, weights: "Weights") -> tuple[Joined, Joined | None]:
         """How the losses become one, and what else the shards have returned."""
-        sizes = call.plan.sizes
+        sizes = call.partition.sizes
         losses = promoted([out.loss for out in outs]) if outs else []
         loss = Joined(losses, self.reduction, weights.own, weights.whole, "loss")
         if not self.has_aux:
@@ -169,7 +160,7 @@ class Differentiation:
 
     def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> "Weights":
         """What each shard counts in the loss: its rows, or what `count` says."""
-        sizes = call.plan.sizes
+        sizes = call.partition.sizes
         if self.reduction == "sum":
             return Weights([1] * len(shards), lambda: 1)
         if self.count is None:
@@ -187,7 +178,7 @@ class Differentiation:
                 rows()
             return Weights(own, rows)
         tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in shards]
-        slots = slots_of(call.plan, self.axis_name, call.peers)
+        slots = call.places()
         own = run_all(tasks, slots, Mode("sequential", None, self.count, peers=call.peers))
         if not all(math.isfinite(weight) and weight >= 0 for weight in own):
             raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
@@ -197,16 +188,21 @@ class Differentiation:
         return Weights(own, lambda: whole)
 
     def _run(
-        self, problem: Problem, call: Call, shards: Sequence[Shard], take: Callable[[int, ShardResult], None]
+        self,
+        problem: Problem,
+        call: Call,
+        shards: Sequence[Shard],
+        given: Sequence[torch.Tensor],
+        take: Callable[[int, ShardResult], None],
     ) -> "Weights":
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
-        slots = slots_of(call.plan, self.axis_name, call.peers)
+        slots = call.places()
         mode = Mode(self.executor, self.seed, self.fn, peers=call.peers)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        self._run_shards(problem, call, shards, shares, slots, mode, take)
+        self._run_shards(problem, call, shards, given, shares, slots, mode, take)
         return weights
 
     def _run_shards(
@@ -214,20 +210,21 @@ class Differentiation:
         problem: Problem,
         call: Call,
         shards: Sequence[Shard],
+        given: Sequence[torch.Tensor],
         shares: Sequence[Callable[[], float]],
         slots: Sequence[Slot],
         mode: Mode,
         take: Callable[[int, ShardResult], None],
     ) -> None:
-        if needs_transform(call.inputs()):
+        if needs_transform(given):
             tasks = [
                 Task(functools.partial(transformed, problem, share, self.create_graph), shard)
                 for share, shard in zip(shares, shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
-        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in call.inputs())
+        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in given)
         graph = True if attached else self.create_graph
-        if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.plan.devices):
+        if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
                 Task(functools.partial(self._alone, problem, attached, share, graph), shard)
@@ -239,7 +236,7 @@ class Differentiation:
         ]
         taken, name = False, ""
         try:
-            for batch in _rounds(call.plan.slots):
+            for batch in _rounds(call.partition.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
                 with _noting([slots[i] for i in batch]):
                     results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
@@ -251,7 +248,7 @@ class Differentiation:
             name = need.name
         if taken:
             raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
-        self._run_shards(problem, call, shards, shares, slots, mode, take)
+        self._run_shards(problem, call, shards, given, shares, slots, mode, take)
 
     def _alone(
         self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard

@@ -1,6 +1,7 @@
 """What a call will do, before anything runs: the same code, on tensors that have no data."""
 
 import contextlib
+import dataclasses
 import os
 import traceback
 from collections.abc import Mapping, Sequence
@@ -8,16 +9,17 @@ from typing import final
 
 import torch
 
-from fdp._collectives.run import check_options
+from fdp._collectives.run import Mode, check_options, executor_of
 from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments, of_outputs
 from fdp._placement.sharded import Slots
 from fdp._placement.slot import current_slot, text_of
-from fdp._placement.split import flatten_args, plan_args
+from fdp._placement.split import flatten_args
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
+from fdp._transforms.call import Options, decide
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, flatten
@@ -86,9 +88,9 @@ def explain(
     log: list[Transfer] = []
     with APART, Fakes() as fakes, only(log):
         flats = _flats(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
-        slots, shares = plan_args(flats, devices, weights, "explain")
-        _check_layouts(flats, shares.devices)
-        fakes.has_graph = has_autograd(slots)
+        plan = decide(flats, Options("explain", devices, output_device, weights, executor, seed, axis_name))
+        _check_layouts(flats, plan.devices)
+        fakes.has_graph = has_autograd(plan.slots)
         dry, problem, joined, collectives = _Dry(fn, log, fakes), None, None, list[Collective]()
         token = COLLECTIVES.set(collectives)
         try:
@@ -103,10 +105,23 @@ def explain(
         finally:
             COLLECTIVES.reset(token)
     copies = tuple(log)
-    arguments = tuple(leaf for flat in flats for leaf in of_arguments(flat, shares, copies[: dry.before]))
+    arguments = tuple(leaf for flat in flats for leaf in of_arguments(flat, plan.partition, copies[: dry.before]))
     joins = copies[dry.after :]
     outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
-    return Plan(shares.devices, shares.sizes, arguments, outputs, tuple(collectives), copies, problem)
+    return dataclasses.replace(
+        plan,
+        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn), len(plan.devices)),
+        arguments=arguments,
+        outputs=outputs,
+        collectives=tuple(collectives),
+        copies=copies,
+        problem=problem,
+    )
+
+
+def _executor(collectives: Sequence[Collective]) -> str:
+    """How shards run that meet."""
+    return f"all shards alive at once: they meet in {collectives[0].name}" if collectives else ""
 
 
 def _problem(error: Exception, fakes: Fakes) -> str:

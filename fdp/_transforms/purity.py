@@ -1,7 +1,7 @@
 """Writes in place to what a function was given, found by the versions of tensors."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -14,44 +14,57 @@ from fdp._trees.untraced import leave_alone
 
 
 class MutationCheck(NamedTuple):
-    """The tensors that the function can reach, what each belongs to, a tensor in a leaf, and the versions they had."""
+    """What was given, the copies made of it, all that the function can write to, and the versions that this had."""
 
-    owners: list[tuple[Flat, int, torch.Tensor]]
+    flats: Sequence[Flat]
+    given: list[torch.Tensor]
+    memo: Memo
     tensors: list[torch.Tensor]
     versions: list[int]
 
     @classmethod
-    def over(cls, flats: Sequence[Flat], memo: Memo) -> Self:
-        """MutationCheck the caller's tensors and the copies made of them."""
+    def over(cls, flats: Sequence[Flat], memo: Memo, *, has_copies: bool) -> Self:
+        """Remember the versions of the caller's tensors, and of the copies that were made of them."""
+        given = [x for flat in flats for leaf in flat.leaves for x in leaf_tensors(leaf)]
         if torch.compiler.is_compiling():  # reading versions breaks the graph
-            return cls([], [], [])
-        owners, tensors = [], []
-        copies: dict[int, list[torch.Tensor]] = {}
-        for (number, _), found in memo.items():
-            copies.setdefault(number, []).extend([found] if isinstance(found, torch.Tensor) else found)
-        transformed = torch_private.is_transformed()
-        for flat in flats:
-            for i, tensor in ((i, tensor) for i, leaf in enumerate(flat.leaves) for tensor in leaf_tensors(leaf)):
-                # Views share the version of what they are views of.
-                moved = [other for other in copies.get(id(tensor), ()) if other.device != tensor.device]
-                own = [other for other in (tensor, *moved) if not other.is_inference()]
-                if transformed:  # a write under vmap shows in the version of what is batched
-                    own = [layer for other in own for layer in layers(other)]
-                owners += [(flat, i, tensor)] * len(own)
-                tensors += own
-        return cls(owners, tensors, list(map(torch_private.version, tensors)))
+            return cls(flats, given, memo, [], [])
+        tensors = [x for x in given if not x.is_inference()]
+        if has_copies:  # parts on the same device share the version of what they are views of
+            tensors += [x for found in memo.values() for x in _each(found) if not x.is_inference()]
+        if torch_private.is_transformed():  # a write under vmap shows in the version of what is batched
+            tensors = [layer for x in tensors for layer in layers(x)]
+        return cls(flats, given, memo, tensors, list(map(torch_private.version, tensors)))
 
     def check(self, where: str) -> None:
         """Raise if the function wrote in place to an argument, as far as version counters tell."""
         versions = list(map(torch_private.version, self.tensors))
         if versions == self.versions:
             return
-        written = [i for i, (old, new) in enumerate(zip(self.versions, versions, strict=True)) if old != new]
-        paths = dict.fromkeys(path for i in written for path in _paths_of(*self.owners[i]))
+        changes = zip(self.tensors, self.versions, versions, strict=True)
+        written = {id(tensor) for tensor, old, new in changes if old != new}
+        owners = {
+            number for (number, _), found in self.memo.items() if any(_is_among(x, written) for x in _each(found))
+        }
+        paths = [
+            path
+            for flat in self.flats
+            for i, leaf in enumerate(flat.leaves)
+            for tensor in leaf_tensors(leaf)
+            if id(tensor) in owners or _is_among(tensor, written)
+            for path in _paths_of(flat, i, tensor)
+        ]
         raise RuntimeError(
-            f"{where}: the function wrote in place to {listed(list(paths))}. It must be pure: work on x.clone(), or "
-            "return the new value. The tensors that were passed may hold the change already"
+            f"{where}: the function wrote in place to {listed(list(dict.fromkeys(paths)))}. It must be pure: work on "
+            "x.clone(), or return the new value. The tensors that were passed may hold the change already"
         )
+
+
+def _each(found: Any) -> Sequence[torch.Tensor]:
+    return (found,) if isinstance(found, torch.Tensor) else found
+
+
+def _is_among(tensor: torch.Tensor, written: set[int]) -> bool:
+    return any(id(layer) in written for layer in layers(tensor))
 
 
 def _paths_of(flat: Flat, index: int, tensor: torch.Tensor) -> list[str]:

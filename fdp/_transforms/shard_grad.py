@@ -13,7 +13,7 @@ from fdp._collectives.transpose import Gate
 from fdp._execution.patches import is_forward_mode
 from fdp._execution.returned import noting
 from fdp._placement.moves import layers
-from fdp._transforms.arguments import Shard, call_shard
+from fdp._transforms.call import Shard, call_shard
 from fdp._trees import torch_private
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Function, Tree

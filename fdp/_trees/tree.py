@@ -162,6 +162,11 @@ def _array_in_object(obj: Any) -> tuple[str, tuple[int, ...]] | None:
     return None if found is None else (found[0], found[1].shape)
 
 
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is of a kind that need not be looked into."""
+    return isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN_LEAVES
+
+
 def register_leaf(cls: type) -> None:
     """Let trees hold a type as a leaf although it holds tensors. It takes any spec, also a tree of specs."""
     _PLAIN_LEAVES.add(cls)
@@ -171,6 +176,21 @@ def register_leaf(cls: type) -> None:
 def is_spec_leaf(spec: Any) -> bool:
     """Whether a node of a spec tree is a spec, rather than a container of specs."""
     return spec is None or isinstance(spec, int | str) or _is_leaf(spec)
+
+
+def signature_of_dims(dims: Dims) -> tuple[Any, ...] | None:
+    """What equals that of the same specs, and of no others; None if there are functions among them."""
+    if dims is None or type(dims) is int:
+        return (dims,)
+    try:
+        specs, structure = optree.tree_flatten(dims, none_is_leaf=True, namespace=NAMESPACE)
+    except RecursionError:  # `flatten` says where
+        return None
+    kinds = tuple(map(type, specs))
+    return (structure, kinds, *specs) if _SPECS.issuperset(kinds) else None
+
+
+_SPECS = frozenset({int, str, bool, type(None)})
 
 
 def named_spec(structure: optree.PyTreeSpec, specs: Sequence[Any]) -> Dims:

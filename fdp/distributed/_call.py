@@ -1,5 +1,6 @@
 """The part of a process in a call on a mesh."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from fdp._execution.patches import is_forward_mode
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
+from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, digest_of, flatten, tensors_in
 from fdp._trees.types import Tree
@@ -28,8 +30,22 @@ class MeshCall(Agreement, PeerCall):
 
     flats: Sequence[Flat] = ()
 
-    def before(self) -> tuple[int, int]:
-        return self.table.before
+    def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
+        if not self.is_active:
+            return []
+        first, row = self.table.before
+        return [
+            dataclasses.replace(
+                slot,
+                index=first + slot.index,
+                count=self.slots(0),
+                rows=None if slot.rows is None else range(row + slot.rows.start, row + slot.rows.stop),
+            )
+            for slot in own
+        ]
+
+    def slots_before(self) -> int:
+        return self.table.before[0]
 
     def has_others(self) -> bool:
         return self.session is not None

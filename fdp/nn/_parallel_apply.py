@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from fdp._collectives.lockstep import Task
-from fdp._collectives.run import Mode, run_all, slots_of
+from fdp._collectives.run import Mode, run_all
 from fdp._placement.devices import as_device
 from fdp._placement.partition import Partition
+from fdp._placement.plan import places_of
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import DeviceLike
 
@@ -74,7 +75,7 @@ def run_modules(
         Task(functools.partial(_call, i, device, module), (args, named))
         for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
     ]
-    return run_all(tasks, slots_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
+    return run_all(tasks, places_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
 
 
 def check_lengths(modules: int, **others: Sequence[Any] | None) -> None:

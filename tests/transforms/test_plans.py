@@ -1,0 +1,220 @@
+"""Plans: one for each signature, that of a call and of no other; and what they say of how shards run."""
+
+import functools
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.common.comparing import assert_same_tree
+from tests.common.numbers import numbers
+from torch import Tensor
+
+import fdp
+from fdp._transforms.arguments import Arg
+from fdp._transforms.call import Options, bind
+
+SLOTS = fdp.virtual_devices(2)
+
+
+def linear(w: Any, x: Any) -> Any:
+    return x @ w
+
+
+def plan_of(fn: Any, params: Any, inputs: Any, devices: Any = SLOTS, in_dims: Any = 0, **options: Any) -> fdp.Plan:
+    chosen = {"weights": None, "executor": "auto", "seed": None, "axis_name": "data", "output_device": None} | options
+    args = [Arg("params", params, None), Arg("inputs", inputs, in_dims)]
+    return bind(fn, args, {}, Options("dp_apply", devices, **chosen)).plan
+
+
+def test_the_same_signature_has_the_same_plan():
+    assert plan_of(linear, numbers(3, 2), numbers(7, 3)) is plan_of(linear, numbers(3, 2) + 1, numbers(7, 3) + 1)
+
+
+def test_a_function_that_is_defined_anew_has_the_same_plan():
+    def define() -> Callable[..., Tensor]:
+        return lambda w, x: x @ w
+
+    assert plan_of(define(), numbers(3, 2), numbers(7, 3)) is plan_of(define(), numbers(3, 2), numbers(7, 3))
+
+
+BASE: dict[str, Any] = {"params": {"w": numbers(3, 2)}, "inputs": numbers(6, 3), "devices": SLOTS}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dtype": {"inputs": numbers(6, 3).float()},
+    "shape": {"inputs": numbers(5, 3)},
+    "shape of what is whole": {"params": {"w": numbers(3, 1)}},
+    "device": {"inputs": numbers(6, 3).to("meta")},
+    "requires_grad": {"params": {"w": numbers(3, 2).requires_grad_()}},
+    "subclass": {"params": {"w": torch.nn.Parameter(numbers(3, 2), requires_grad=False)}},
+    "layout": {"params": {"w": numbers(3, 2).to_sparse()}},
+    "slots": {"devices": fdp.virtual_devices(3)},
+    "spec": {"in_dims": 1},
+    "spec that is no int": {"in_dims": None},
+    "weights": {"weights": (1, 2)},
+    "axis": {"axis_name": "rows"},
+    "key": {"params": {"v": numbers(3, 2)}},
+    "container": {"params": OrderedDict(w=numbers(3, 2))},
+    "kind of a leaf": {"params": {"w": 2.0}},
+    "sharded": {"inputs": fdp.scatter(numbers(6, 3), SLOTS)},
+    "sharded otherwise": {"inputs": fdp.scatter(numbers(6, 3), SLOTS, weights=(1, 2))},
+    "replicated": {"params": fdp.replicate({"w": numbers(3, 2)}, SLOTS)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_decision_that_differs_has_another_plan(change: dict[str, Any]):
+    base, other = plan_of(linear, **BASE), plan_of(linear, **(BASE | change))
+    assert base is not other
+    assert other is plan_of(linear, **(BASE | change))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_call_does_the_same_after_others(change: dict[str, Any]):
+    def outcome(fn: Any) -> Any:
+        options = dict(BASE | change)
+        try:
+            return fdp.dp_apply(fn, options.pop("params"), options.pop("inputs"), out_dims="list", **options)
+        except Exception as error:
+            return repr(error)
+
+    def used(w: Any, x: Any) -> Any:
+        return repr(w), x
+
+    def fresh(w: Any, x: Any) -> Any:
+        return repr(w), x
+
+    for each in ({}, *CHANGES.values()):
+        plan_of(used, **(BASE | each))
+    one, other = outcome(used), outcome(fresh)
+    assert type(one) is type(other)
+    if isinstance(one, str):
+        assert one == other
+    else:
+        assert_same_tree(one, other)
+
+
+def test_plans_hold_no_values():
+    def scaled(w: Any, x: Any) -> Any:
+        return x * w["n"] + w["w"]
+
+    w, x = numbers(3), numbers(4, 3)
+    for n in (2, 3):
+        assert torch.equal(fdp.dp_apply(scaled, {"n": n, "w": w + n}, x, SLOTS), x * n + (w + n))
+
+
+def test_what_is_tied_is_found_in_each_call():
+    def differ(w: Any, x: Any) -> Any:
+        return torch.tensor(w[0] is not w[1]), x
+
+    def rows_differ(_: Any, x: Any, y: Any) -> Any:
+        return torch.tensor(x is not y), x
+
+    w, x = numbers(3), numbers(4, 3)
+    for other in (w, w.clone(), w):
+        assert fdp.dp_apply(differ, (w, other), x, SLOTS, out_dims=("max", 0))[0] == (other is not w)
+    for other in (x, x.clone(), x):
+        assert fdp.dp_apply(rows_differ, None, (x, other), SLOTS, out_dims=("max", 0))[0] == (other is not x)
+
+
+class Holder:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def test_objects_are_looked_into_in_each_call():
+    np = pytest.importorskip("numpy")
+
+    def use(_: Any, x: Any, holder: Holder) -> Any:
+        return x
+
+    assert fdp.dp_apply(use, None, (numbers(4), Holder(1)), SLOTS).shape == (4,)
+    with pytest.raises(TypeError, match="is a numpy array of shape"):
+        fdp.dp_apply(use, None, (numbers(4), Holder(np.ones(4))), SLOTS)
+
+
+def test_specs_that_are_functions_are_called_in_each_call():
+    asked = []
+
+    def dim(x: Tensor) -> int:
+        asked.append(x)
+        return 0
+
+    for _ in range(2):
+        fdp.dp_apply(linear, numbers(3, 2), numbers(4, 3), SLOTS, in_dims=dim)
+    assert len(asked) == 2
+
+
+def test_true_is_no_dim_although_one_is():
+    x = numbers(3, 4)
+    assert torch.equal(fdp.dp_apply(lambda _, x: x, None, x, SLOTS, in_dims=1, out_dims=1), x)
+    with pytest.raises(ValueError, match="the dim for inputs is True"):
+        fdp.dp_apply(lambda _, x: x, None, x, SLOTS, in_dims=True, out_dims=1)
+
+
+def test_tensors_as_weights_are_read_in_each_call():
+    weights = torch.tensor([1.0, 1.0])
+    sizes = []
+
+    def note(_: Any, x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x
+
+    for _ in range(2):
+        fdp.dp_apply(note, None, numbers(4), SLOTS, weights=cast(Any, list(weights)))
+        weights[1] = 3.0
+    assert sizes == [2, 2, 1, 3]
+
+
+def test_a_plan_keeps_no_tensor_and_no_function():
+    def call() -> list[Any]:
+        def own(w: Any, x: Any) -> Any:
+            return x * w
+
+        w, x, apply = numbers(3), numbers(4, 3), fdp.functional(torch.nn.Linear(3, 2))
+        fdp.dp_apply(own, w, x, SLOTS)
+        fdp.dp_apply(apply[0], apply[1], x.float(), SLOTS)
+        return [weakref.ref(each) for each in (own, w, x, apply[0], apply[1][0]["weight"])]
+
+    held = call()
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
+def test_many_signatures_are_forgotten():
+    def own(_: Any, x: Any) -> Any:
+        return x
+
+    first = weakref.ref(plan_of(own, None, numbers(2)))
+    for rows in range(3, 80):
+        plan_of(own, None, numbers(rows))
+    gc.collect()
+    assert first() is None
+
+
+# ---- how shards run
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "said"),
+    [
+        (linear, {}, "one shard after the other: the function is not known to be safe in threads"),
+        (fdp.thread_safe(functools.partial(linear)), {}, "side by side in threads"),
+        (linear, {"executor": "threads"}, "side by side in threads"),
+        (linear, {"executor": "threads", "seed": 0}, "one shard after the other: they are seeded"),
+        (linear, {"executor": "sequential"}, "one shard after the other: executor='sequential'"),
+        (lambda w, x: fdp.psum(x @ w), {}, "all shards alive at once: they meet in psum"),
+    ],
+)
+def test_says_how_shards_run_and_why(fn: Any, options: Any, said: str):
+    plan = fdp.explain(fn, numbers(3, 2), numbers(6, 3), SLOTS, **options)
+    assert plan.executor.startswith(said)
+    assert f"Runs: {said}" in str(plan)
+
+
+def test_one_shard_has_no_choice():
+    assert (
+        fdp.explain(linear, numbers(3, 2), numbers(6, 3), "cpu").executor == "one shard after the other: there is one"
+    )

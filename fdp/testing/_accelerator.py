@@ -11,7 +11,6 @@ from torch.utils._device import _device_constructors
 
 from fdp.testing import _virtual_device as virtual
 from fdp.testing._virtual_kernels import register
-from fdp.testing._virtual_lazy import make_lazy_modules_work
 from fdp.testing._virtual_storage import load_to_virtual_devices
 
 _INSTALLING = threading.Lock()
@@ -40,12 +39,13 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
     Traceback (most recent call last):
     RuntimeError: aten.add.Tensor: expected all tensors to be on the same device, but found virtual:1, virtual:2
 
-    What torch does not let a backend in Python have is missing: sparse, nested and quantized tensors, `torch.Generator`
-    for a virtual device (generators of the CPU are taken), streams that run side by side, storage that can be looked
-    at, DLPack, factories with `pin_memory=True` (`x.pin_memory()` is a copy), functions as `map_location` of
-    `torch.load`, and `torch.compile`. `ctc_loss` takes lengths on the device only. Tied parameters come apart in
-    `Module.to`: tie them afterwards. In a backward, what a hook, a recomputed checkpoint or an operation on virtual
-    tensors raises ends the process; an `autograd.Function` may raise.
+    What torch does not let a backend in Python have is missing: sparse, nested and quantized tensors, lazy modules (run
+    them on the CPU once, then move them), `torch.Generator` for a virtual device (generators of the CPU are taken),
+    streams that run side by side, storage that can be looked at, DLPack, factories with `pin_memory=True`
+    (`x.pin_memory()` is a copy), functions as `map_location` of `torch.load`, and `torch.compile`. `ctc_loss` takes
+    lengths on the device only. Tied parameters come apart in `Module.to`: tie them afterwards. In a backward, what a
+    hook, a recomputed checkpoint or an operation on virtual tensors raises ends the process; an `autograd.Function` may
+    raise.
 
     Args:
         count: Number of devices, at least 1.
@@ -79,7 +79,6 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
         backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
         _kernels.extend(register())
         _follow_current_device()
-        make_lazy_modules_work()
         load_to_virtual_devices()
         _run_backward_in_calling_thread()
     return _devices()

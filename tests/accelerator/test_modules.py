@@ -3,7 +3,6 @@
 import copy
 import doctest
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -43,55 +42,17 @@ def test_its_example():
 
 # ---- lazy modules
 
-LAZY: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda **o: nn.LazyLinear(4, **o), (2, 3)),
-    "conv1d": (lambda **o: nn.LazyConv1d(4, 2, **o), (2, 3, 5)),
-    "conv2d": (lambda **o: nn.LazyConv2d(4, 2, bias=False, **o), (2, 3, 4, 4)),
-    "conv3d": (lambda **o: nn.LazyConv3d(4, 2, **o), (2, 3, 3, 3, 3)),
-    "conv-transpose1d": (lambda **o: nn.LazyConvTranspose1d(4, 2, **o), (2, 3, 5)),
-    "conv-transpose2d": (lambda **o: nn.LazyConvTranspose2d(4, 2, **o), (2, 3, 4, 4)),
-    "conv-transpose3d": (lambda **o: nn.LazyConvTranspose3d(4, 2, **o), (2, 3, 3, 3, 3)),
-    "batch-norm": (lambda **o: nn.LazyBatchNorm2d(**o), (2, 3, 4, 4)),
-    "instance-norm": (lambda **o: nn.LazyInstanceNorm1d(affine=True, track_running_stats=True, **o), (2, 3, 5)),
-}
-WAYS: dict[str, Callable[..., nn.Module]] = {
-    "to": lambda make: make(dtype=torch.float64).to(1),
-    "to-both": lambda make: make().to(ONE, torch.float64),
-    "made-there": lambda make: make(device=ONE, dtype=torch.float64),
-    "there-and-back": lambda make: make(dtype=torch.float64).to(TWO).cpu().to(ONE),
-    "method": lambda make: make().virtual(1).double(),
-    "between": lambda make: make(device=TWO).double().to(ONE),
-    "deepcopy": lambda make: copy.deepcopy(make(device=ONE, dtype=torch.float64)),
-}
 
-
-@pytest.mark.parametrize("kind", LAZY)
-def test_lazy_modules(kind: str):
-    make, shape = LAZY[kind]
-    for way, place in WAYS.items():
-        module, x = place(make), numbers(*shape)
-        assert all(p.device == ONE for p in module.parameters()), way
-        module(x.to(ONE))
-        assert {t.device for t in (*module.parameters(), *module.buffers())} == {ONE}
-        assert [type(p).__name__ for p in module.parameters()] == ["VirtualTensor"] * len(list(module.parameters()))
-        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters())
-        host = make(dtype=torch.float64)
-        host(x)
-        host.load_state_dict({name: value.cpu() for name, value in module.state_dict().items()})
-        assert_close_tree(value_and_grads(module, module, x.to(ONE)), value_and_grads(host, host, x))
-
-
-def test_what_is_lazy_is_refused_elsewhere():
-    lazy = nn.LazyLinear(2).to(ONE)
-    assert repr(lazy.weight) == "<VirtualUninitializedParameter>"
+def test_a_lazy_module_is_moved_once_it_has_run():
+    module, x = (
+        nn.Sequential(nn.LazyLinear(4, dtype=torch.float64), nn.LazyBatchNorm1d(dtype=torch.float64)),
+        numbers(5, 3),
+    )
     with pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
-        _ = lazy.weight + 1
-    with pytest.raises(RuntimeError, match="Can't access the shape of an uninitialized parameter"):
-        _ = lazy.weight.shape
-    again = pickle.loads(pickle.dumps(lazy.weight))
-    assert (type(again), again.device) == (type(lazy.weight), ONE)
-    lazy.load_state_dict(nn.Linear(3, 2).state_dict())
-    assert (lazy.weight.shape, lazy.weight.device) == ((2, 3), ONE)
+        module.to(ONE)
+    module(x)
+    there = copy.deepcopy(module).to(ONE)
+    assert_close_tree(value_and_grads(there, there, x.to(ONE)), value_and_grads(module, module, x))
 
 
 # ---- packed sequences

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.slot import AXES
-from fdp.distributed._entry import BEGINNING
-from fdp.distributed._processes import Processes
+from fdp.distributed._processes import Processes, has_begun
 from fdp.distributed._session import Added, Session, Tag
 
 
@@ -51,9 +50,7 @@ class Agreement:
     def __init__(
         self, processes: Processes, where: str, same: Any, rows: Sequence[int], say: Callable[[], str] = str
     ) -> None:
-        beginning = BEGINNING.get()
-        if beginning is not None:
-            beginning.is_over = True
+        has_begun()
         self._is_inside = bool(AXES.get())  # calls inside others have no order
         number = 0 if self._is_inside else processes.calls
         self.where, self.processes = where, processes

@@ -1,6 +1,5 @@
 """The processes of a mesh, as `fdp._placement.peers` has them."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -11,7 +10,6 @@ from fdp._placement.peers import Joined, PeerCall, Peers
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
 from fdp.distributed._call import MeshCall, begin
-from fdp.distributed._entry import beginning
 from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
 from fdp.distributed._replicate import same_everywhere
@@ -22,9 +20,6 @@ class MeshPeers(Processes, Peers):
     """See `Peers`."""
 
     place, elsewhere = "a mesh", "not on it"
-
-    def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
-        return beginning(self, where)
 
     def begin(
         self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]

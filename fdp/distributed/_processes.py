@@ -1,26 +1,38 @@
-"""The processes of a mesh, and how many slots each has."""
+"""The processes of a mesh: how many slots each has, and how a call begins in all of them, or fails in all."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from fdp._placement.slot import AXES
 from fdp.distributed._communicator import Communicator
+from fdp.distributed._session import Tag, meet
 from fdp.distributed._underway import leave
 
 
+class Beginning:
+    """Whether a call has begun in all processes."""
+
+    is_over = False
+
+
+_BEGINNING: contextvars.ContextVar[Beginning | None] = contextvars.ContextVar("fdp_beginning", default=None)
+
+
 class Processes:
-    """All processes of a mesh: how many slots each has, and how they talk."""
+    """All processes of a mesh. `calls` is how many this one has begun: the others have begun as many."""
 
     def __init__(self, comm: Communicator, slots: Sequence[int]) -> None:
         self.comm: Communicator = comm
         self.slots: tuple[int, ...] = tuple(slots)
+        self.calls = 0
+        self._caller: int | None = None  # the thread that is in a call
         self._communicators: dict[tuple[int, ...], Communicator | None] = {comm.ranks: comm}
         self._is_closed = False
-        self.calls = 0
-        """How many calls this process has begun: the others have begun as many."""
-        self.caller: int | None = None
-        """The thread that is in a call."""
 
     def check(self, where: str) -> None:
         """The mesh is still there."""
@@ -40,5 +52,40 @@ class Processes:
             self._communicators[ranks] = self.comm.narrowed(ranks)
         return self._communicators[ranks]
 
+    @contextlib.contextmanager
+    def begins(self, where: str) -> Iterator[None]:
+        """Around the beginning of a call: what fails before it has begun in all processes fails in all."""
+        self.check(where)
+        around = _BEGINNING.get()
+        if around is not None and not around.is_over:  # the same call
+            yield
+            return
+        own, owns = Beginning(), False
+        if not AXES.get():  # calls inside others have no number
+            owns = self._caller is None
+            if not owns and self._caller != threading.get_ident():
+                raise RuntimeError(f"{where}: another thread is in a call on this mesh. One call at a time: use a lock")
+            self.calls += 1
+        token = _BEGINNING.set(own)
+        try:
+            if owns:
+                self._caller = threading.get_ident()
+            yield
+        except BaseException as error:
+            if not own.is_over:
+                meet(self.comm, Tag(where), failure=error)()
+            raise
+        finally:
+            _BEGINNING.reset(token)
+            if owns:
+                self._caller = None
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("what is on a mesh of several processes cannot be pickled; pickle its .shards")
+
+
+def has_begun() -> None:
+    """From here on the others are told of failures in another way."""
+    beginning = _BEGINNING.get()
+    if beginning is not None:
+        beginning.is_over = True

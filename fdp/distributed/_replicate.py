@@ -10,16 +10,16 @@ from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import GradientSum
 from fdp.distributed._communicator import Communicator
-from fdp.distributed._entry import begin
-from fdp.distributed._processes import Processes
-from fdp.distributed._session import Tag
+from fdp.distributed._processes import Processes, has_begun
+from fdp.distributed._session import Tag, meet
 
 
 def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
     comm = processes.comm
     same = f"call {processes.calls}\ncheck_values={check_values}"
-    begin(processes, Tag("replicate", same, lambda: same))
+    has_begun()
+    meet(comm, Tag("replicate", same, lambda: same))()
     if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in flat.leaves):
         raise TypeError("replicate: sparse tensors cannot be put on a mesh; pass them dense")
     structure = str(flat.structure).removeprefix("PyTreeSpec")

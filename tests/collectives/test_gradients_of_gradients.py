@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.test_collectives_faults import within
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
+from tests.common.threads import within
 
 EXECUTORS = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)

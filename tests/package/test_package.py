@@ -56,6 +56,11 @@ def test_the_citation_has_the_license():
     assert re.findall(r"^license: (.+)$", citation, re.MULTILINE) == [PROJECT["license"]]
 
 
+def test_a_file_of_tests_is_read_at_one_sitting():
+    lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in ROOT.glob("*tests/**/*.py")}
+    assert [path for path, length in lengths.items() if length > 600] == []
+
+
 def test_types_are_shipped():
     assert importlib.resources.files(fdp).joinpath("py.typed").is_file()
 

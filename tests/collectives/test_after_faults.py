@@ -1,0 +1,342 @@
+"""What is left after a collective that failed: no threads, no references, no state; many callers at once."""
+
+import contextlib
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
+from tests.common.threads import side_by_side, within
+
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+each_slot = pytest.mark.parametrize("slot", range(SLOTS))
+each_name = pytest.mark.parametrize("name", COLLECTIVES)
+
+
+# ---------------------------------------------------------------- time limit
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fdp._execution.scheduler.PATIENCE", 0.3)
+
+
+@each_slot
+@each_name
+def test_a_slot_that_never_comes(name: str, slot: int, impatient: None):
+    done = threading.Event()
+
+    def fn(i: int, x: Tensor) -> Tensor:
+        if i == slot:
+            done.wait(10)
+            return x
+        try:
+            return COLLECTIVES[name](argument(x))
+        except RuntimeError:
+            done.set()
+            raise
+
+    with pytest.raises(RuntimeError, match=f"{name} in shard .* waits for .*shard {slot}, which has not come"):
+        call(fn, "threads")
+    assert done.is_set()
+    works("threads")
+
+
+def test_a_slot_that_comes_late(impatient: None):
+    """After the others have given up, it gets an error too."""
+    gave_up = threading.Event()
+
+    def fn(i: int, x: Tensor) -> Tensor:
+        if i == 0:
+            gave_up.wait(10)
+        try:
+            return fdp.psum(argument(x))
+        finally:
+            gave_up.set()
+
+    with pytest.raises(RuntimeError, match="psum in shard"):
+        call(fn, "threads")
+    works("threads")
+
+
+# ---------------------------------------------------------------- what is left
+
+
+@each_executor
+@pytest.mark.parametrize("fault", ["none", "raises", "returns", "other", "shape", "backward", "interrupt"])
+def test_no_thread_is_left_over(fault: str, executor: Any):
+    def fn(i: int, x: Tensor) -> Tensor:
+        if i == 1:
+            if fault == "raises":
+                raise OddError
+            if fault == "interrupt":
+                raise KeyboardInterrupt
+            if fault == "returns":
+                return x
+            if fault == "other":
+                return fdp.pmax(x)
+            if fault == "shape":
+                return fdp.psum(x.sum())
+        out = fdp.psum(argument(x)) * 1
+        if fault == "backward" and i == 1:
+            out.register_hook(lambda grad: 1 / 0)
+        return out * 2
+
+    def once() -> None:
+        with contextlib.suppress(OddError, RuntimeError, ValueError, ZeroDivisionError, KeyboardInterrupt):
+            outs = call(fn, executor)
+            within(20, torch.stack([out.sum() for out in outs]).sum().backward)
+
+    once()
+    before = threading.active_count()
+    for _ in range(15):
+        once()
+    assert threading.active_count() <= before
+
+
+@each_executor
+@pytest.mark.parametrize("fault", ["none", "raises", "returns", "other", "shape", "interrupt"])
+def test_nothing_is_kept(fault: str, executor: Any):
+    def once() -> list[weakref.ref[Any]]:
+        seen: list[weakref.ref[Any]] = []
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            y = w * x.sum()
+            seen.append(weakref.ref(y))
+            if fdp.axis_index() == 1:
+                if fault == "raises":
+                    raise OddError
+                if fault == "interrupt":
+                    raise KeyboardInterrupt
+                if fault == "returns":
+                    return x
+                if fault == "other":
+                    return fdp.pmax(y)
+                if fault == "shape":
+                    return fdp.psum(y.reshape(1))
+            return fdp.psum(y) * x
+
+        w, x = torch.ones(()), torch.ones(SLOTS)
+        with contextlib.suppress(OddError, RuntimeError, ValueError, KeyboardInterrupt):
+            fdp.dp_apply(fn, w, x, DEVICES, executor=executor)
+        return [weakref.ref(w), weakref.ref(x), weakref.ref(fn), *seen]
+
+    once()
+    gc.collect()
+    references = once()
+    gc.collect()  # the traceback of an error may be part of a cycle
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+@each_executor
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_callers_state_is_as_before(seed: int | None, executor: Any):
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+
+    def fn(i: int, x: Tensor) -> Tensor:
+        if seed is not None:
+            torch.rand(3)
+        fdp.psum(0)
+        if i == 1:
+            raise OddError("wrong")
+        with torch.no_grad():
+            return fdp.psum(argument(x))
+
+    with pytest.raises(OddError, match="wrong"):
+        call(fn, executor, seed=seed)
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(NameError, match="no axis 'data'"):
+        fdp.axis_index()
+
+
+# ---------------------------------------------------------------- many at once
+
+
+@each_executor
+@pytest.mark.parametrize("seed", [None, 3])
+def test_many_callers(seed: int | None, executor: Any):
+    """Some of them with faults."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        w = torch.tensor(float(number), requires_grad=True)
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            if number % 3 == 2 and fdp.axis_index() == number % SLOTS:
+                raise OddError(number)
+            return fdp.psum((w * x).sum()) * x + fdp.all_gather(w * x).sum()
+
+        try:
+            for _ in range(5):
+                options: Any = {"executor": executor, "seed": seed}
+                if number % 3 == 2:
+                    with pytest.raises(OddError, match=str(number)):
+                        fdp.dp_apply(fn, w, torch.ones(SLOTS), DEVICES, **options)
+                    continue
+                out = fdp.dp_apply(fn, w, torch.ones(SLOTS), DEVICES, **options)
+                assert torch.equal(out, torch.full((SLOTS,), 2.0 * SLOTS * number))
+                (grad,) = torch.autograd.grad(out.sum(), w)
+                assert grad == 2 * SLOTS**2
+        except BaseException as error:
+            errors.append(error)
+
+    def all_at_once() -> None:
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+        assert not any(thread.is_alive() for thread in threads)
+
+    with side_by_side():
+        within(45, all_at_once)
+    assert not errors
+    works(executor)
+
+
+@each_executor
+def test_many_callers_start_no_more_threads_than_they_use(executor: Any):
+    def once() -> None:
+        threads = [threading.Thread(target=works, args=(executor,), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+    for _ in range(3):
+        once()
+    assert sum(thread.name == "fdp-worker" for thread in threading.enumerate()) <= 200
+    before = threading.active_count()
+    for _ in range(5):
+        once()
+    assert threading.active_count() <= before + 4 * SLOTS
+
+
+@each_executor
+@pytest.mark.parametrize("inner_executor", EXECUTORS)
+@pytest.mark.parametrize("fault", ["none", "outer", "inner", "inner-other", "inner-shape", "early"])
+def test_nested(fault: str, inner_executor: Any, executor: Any):
+    error = OddError("wrong")
+
+    def fn(i: int, x: Tensor) -> Tensor:
+        def inner(w: Any, y: Tensor) -> Tensor:
+            j = fdp.axis_index("inner")
+            if i == 1 and j == 1:
+                if fault == "inner":
+                    raise error
+                if fault == "inner-other":
+                    return fdp.pmax(y, "inner")
+                if fault == "inner-shape":
+                    return fdp.psum(y.sum(), "inner")
+                if fault == "early":
+                    return y
+            return fdp.psum(y, "inner")
+
+        if fault == "outer" and i == 1:
+            raise error
+        y = fdp.dp_apply(
+            inner, None, torch.ones(2, 2), fdp.virtual_devices(2), executor=inner_executor, axis_name="inner"
+        )
+        return fdp.psum(y * x.sum())
+
+    if fault == "none":
+        assert torch.equal(call(fn, executor)[0], torch.full((2, 2), 36.0))
+    else:
+        kinds = {"outer": OddError, "inner": OddError, "inner-shape": ValueError}
+        with pytest.raises(kinds.get(fault, RuntimeError), match=r"wrong|psum|inner") as caught:
+            call(fn, executor)
+        if isinstance(caught.value, OddError):
+            assert caught.value is error
+    works(executor)
+
+
+@each_executor
+def test_nested_in_a_failing_backward(executor: Any):
+    def fn(i: int, x: Tensor) -> Tensor:
+        def inner(w: Any, y: Tensor) -> Tensor:
+            out = fdp.psum(y, "inner") * 1
+            if i == 1 and fdp.axis_index("inner") == 0:
+                out.register_hook(lambda grad: 1 / 0)
+            return out * 2
+
+        y = fdp.dp_apply(inner, None, x[0, :2] * 1, fdp.virtual_devices(2), executor=executor, axis_name="inner")
+        return fdp.psum(y)
+
+    outs = call(fn, executor)
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        within(20, torch.stack([out.sum() for out in outs]).sum().backward)
+    works(executor)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_a_transform_around_the_first_collective_of_parallel_apply(inside: bool):
+    rows = fdp.scatter(torch.arange(4.0), fdp.virtual_devices(2))
+    if inside:
+        grads: Any = fdp.parallel_apply(torch.func.grad(lambda x: fdp.pmean(x.mean(), weight="rows")), rows)
+        assert torch.equal(torch.cat(grads.shards), torch.full((4,), 0.5))
+    else:
+
+        def total(w: torch.Tensor) -> Any:
+            return fdp.parallel_apply(lambda w, x: fdp.psum((w * x).sum()), w, rows)[0]
+
+        assert torch.func.grad(total)(torch.tensor(2.0)) == 6
+
+
+@each_executor
+@pytest.mark.parametrize("where", ["argument", "captured"])
+def test_hooks_of_a_tensor_see_its_gradient_once(where: str, executor: Any):
+    c, seen = torch.tensor(3.0, requires_grad=True), []
+    c.register_hook(lambda grad: (seen.append(grad.item()), 2 * grad)[1])
+    given = c if where == "argument" else None
+
+    def f(w: Any, x: torch.Tensor) -> torch.Tensor:
+        return fdp.psum(((c if w is None else w) * x).sum())
+
+    for _ in range(2):
+        c.grad = None
+        fdp.dp_apply(
+            f, given, torch.tensor([1.0, 2.0]), fdp.virtual_devices(2), out_dims=None, executor=executor
+        ).backward()
+        assert c.grad == 6
+    assert seen == [3, 3]
+
+
+def test_a_function_that_catches_everything_around_its_first_collective():
+    def swallows(_: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return fdp.psum(x.sum()) + x
+        except:  # noqa: E722
+            return x
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"psum: the function catches what is no Exception around its first"):
+            fdp.dp_apply(swallows, None, torch.arange(4.0), fdp.virtual_devices(2))
+
+
+@pytest.mark.parametrize("call", ["dp_apply", "parallel_apply"])
+def test_no_more_threads(call: str, monkeypatch: pytest.MonkeyPatch):
+    """What the system refuses arrives at the caller, and the next call works."""
+    slots = threading.active_count() + 2  # more than there are threads that wait for work
+    rows = fdp.scatter(torch.ones(slots), fdp.virtual_devices(slots))
+
+    def run() -> Any:
+        if call == "parallel_apply":
+            return fdp.parallel_apply(lambda x: fdp.psum(x.sum()), rows)[0]
+        return fdp.dp_apply(lambda _, x: fdp.psum(x.sum()), None, rows, out_dims=None)
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run()
+    assert run() == slots

@@ -1,0 +1,128 @@
+"""Gradient functions of fdp whose loss calls collectives, in microbatches too."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.collectives.cases import EXECUTORS, W, X, each_count
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+
+
+def whole_loss(w: Tensor, x: Tensor, keep: Tensor) -> Tensor:
+    return ((x @ w).square() * keep).sum() / keep.sum()
+
+
+@each_executor
+@each_count
+@pytest.mark.parametrize("rows", [4, 5, 7])
+def test_a_loss_that_normalises_by_psum_is_that_of_one_device(rows: int, n: int, executor: Any):
+    x, keep = numbers(rows, 3), (torch.arange(rows) % 3 != 1).double()
+
+    def loss(w: Tensor, x: Tensor, keep: Tensor) -> Tensor:
+        return ((x @ w).square() * keep).sum() / fdp.psum(keep.sum())
+
+    options: Any = {"devices": fdp.virtual_devices(n), "reduction": "sum", "executor": executor}
+    value, grad = fdp.value_and_grad(loss, **options)(W, x, keep)
+    expected = torch.func.grad_and_value(whole_loss)(W, x, keep)
+    assert_close_tree((grad, value), expected)
+
+
+@each_executor
+@each_count
+def test_a_mean_loss_through_centred_data(n: int, executor: Any):
+    """A statistic of the whole batch inside, and rows of shards that differ."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = x * w
+        return (y - fdp.pmean(y.mean(0), weight="rows")).square().mean()
+
+    def whole(w: Tensor, x: Tensor) -> Tensor:
+        y = x * w
+        return (y - y.mean(0)).square().mean()
+
+    found = fdp.value_and_grad(loss, devices=fdp.virtual_devices(n), executor=executor)(W, X)
+    grad, value = torch.func.grad_and_value(whole)(W, X)
+    assert_close_tree(found, (value, grad))
+    attached = W.clone().requires_grad_()
+    _, first = fdp.value_and_grad(loss, devices=fdp.virtual_devices(n), executor=executor)(attached, X)
+    (second,) = torch.autograd.grad(first.square().sum(), attached)
+    assert_close_tree(second, torch.func.grad(lambda w: torch.func.grad(whole)(w, X).square().sum())(W))
+    under = torch.func.grad(lambda w: fdp.grad(loss, devices=fdp.virtual_devices(n))(w, X).square().sum())
+    with contextlib.suppress(RuntimeError):  # not supported, and then said so
+        assert_close_tree(under(W), second)
+
+
+@each_executor
+def test_reduced_gradients_of_a_local_loss(executor: Any):
+    """A step as of pmap: each slot differentiates its own loss, then the mean is taken."""
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda w: (x * w).square().mean())(w)
+        return w - 0.1 * fdp.pmean(grad, weight="rows")
+
+    devices = fdp.virtual_devices(3)
+    state = fdp.replicate(W, devices)
+    for _ in range(3):
+        batch: Any = fdp.scatter(X, devices)
+        found = fdp.parallel_apply(step, state, batch, executor=executor)
+        assert isinstance(found, fdp.Sharded)
+        state = fdp.Replicated(found.shards, found.devices)
+    w = W
+    for _ in range(3):
+        w = w - 0.1 * torch.func.grad(lambda w: (X * w).square().mean())(w)
+    for shard in state.shards:
+        assert_close_tree(shard, w)
+        assert torch.equal(shard, state.shards[0])
+
+
+@each_executor
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_microbatches(microbatches: int, executor: Any):
+    x = numbers(12, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).square().sum() / fdp.psum(len(x))
+
+    found = fdp.value_and_grad(
+        loss, devices=fdp.virtual_devices(2), reduction="sum", microbatches=microbatches, executor=executor
+    )(W, x)
+    grad, value = torch.func.grad_and_value(lambda w: (x @ w).square().mean() * microbatches)(W)
+    assert_close_tree(found, (value, grad))
+
+
+@each_executor
+def test_uneven_microbatches_are_right_or_refused(executor: Any):
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (fdp.psum(x).sum() * w.sum()).square()
+
+    try:
+        fdp.value_and_grad(loss, devices=fdp.virtual_devices(2), microbatches=2, executor=executor)(W, numbers(3, 3))
+    except (RuntimeError, ValueError) as error:
+        assert "psum" in str(error)  # noqa: PT017
+
+
+def test_modules_are_told_apart():
+    """That one of them meets does not bring the others together."""
+
+    class Meets(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / fdp.psum(x.sum())
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    x, devices = torch.ones(4, 2), fdp.virtual_devices(2)
+    meets, state = fdp.functional(Meets())
+    fdp.dp_apply(meets, state, x, devices)
+    plain, state = fdp.functional(torch.nn.Linear(2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):  # under which slots cannot run together
+        assert fdp.dp_apply(plain, state, x, devices)[0].shape == (4, 2)
+        with pytest.raises(RuntimeError, match=r"collectives need a thread for each slot.*hooks for saved tensors"):
+            fdp.dp_apply(meets, fdp.functional(Meets())[1], x, devices)

@@ -1,0 +1,164 @@
+"""Collectives differentiated inside, by torch and by fdp, and inside and outside at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.collectives.cases import (
+    CASES,
+    EXECUTORS,
+    Case,
+    W,
+    X,
+    cotangents,
+    each_case,
+    each_count,
+    local,
+    plain,
+    product,
+)
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+
+
+def inside_func(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    return torch.func.grad(loss)(w)
+
+
+def inside_vjp(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    value, vjp, *_ = torch.func.vjp(loss, w)
+    return vjp(torch.ones_like(value))[0]
+
+
+def inside_jacrev(loss: Callable[[Tensor], Tensor], w: Tensor) -> Any:
+    return torch.func.jacrev(loss)(w)
+
+
+def inside_autograd(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    own = w.detach().requires_grad_()
+    return torch.autograd.grad(loss(own), own)[0]
+
+
+def inside_backward(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    own = w.detach().requires_grad_()
+    loss(own).backward()
+    assert own.grad is not None
+    return own.grad
+
+
+def inside_fdp(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    return fdp.grad(lambda w: loss(w), reduction="sum", axis_name="inner")(w)
+
+
+INSIDE = (inside_func, inside_vjp, inside_jacrev, inside_autograd, inside_backward, inside_fdp)
+
+
+@each_executor
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("inside", INSIDE)
+@each_case
+def test_inside(case: Case, inside: Callable[..., Tensor], n: int, executor: Any):
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            out = case.call(local(case, w, x)) * w.sum()
+            return (out * (numbers(*out.shape) + fdp.axis_index())).sum()
+
+        return inside(loss, w)
+
+    found = fdp.dp_apply(fn, W, X, fdp.virtual_devices(n), executor=executor, out_dims="list")
+    ws = [W.clone().requires_grad_() for _ in range(n)]
+    outs = plain(case, n)(ws, X)
+    assert_close_tree(list(found), list(torch.autograd.grad(product(outs, cotangents(outs)), ws)))
+
+
+@each_executor
+@each_count
+@each_case
+def test_value_and_grad(case: Case, n: int, executor: Any):
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        out = case.call(local(case, w, x)) * w.sum()
+        return (out * (numbers(*out.shape) + fdp.axis_index())).sum()
+
+    devices = fdp.virtual_devices(n)
+    found = fdp.value_and_grad(loss, devices=devices, reduction="sum", executor=executor)(W, X)
+    w = W.clone().requires_grad_()
+    outs = plain(case, n)(w, X)
+    value = product(outs, cotangents(outs))
+    assert_close_tree(found, (value, torch.autograd.grad(value, w)[0]))
+
+
+@each_executor
+@pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")])
+def test_inside_then_outside(case: Case, executor: Any):
+    """A gradient taken inside, differentiated outside."""
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        own = w * 1
+
+        def loss(w: Tensor) -> Tensor:
+            out = case.call(local(case, w, x)) * w.sum()
+            return (out.square() * (numbers(*out.shape) + fdp.axis_index())).sum()
+
+        return torch.autograd.grad(loss(own), own, create_graph=True)[0]
+
+    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
+    found = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
+    ws = [v * 1 for _ in range(3)]
+    outs = plain(case, 3)(ws, X)
+    total = product([out.square() for out in outs], cotangents(outs))
+    expected = torch.autograd.grad(total, ws, create_graph=True)
+    assert_close_tree(list(found), list(expected))
+    product(found, cotangents(found)).backward()
+    product(expected, cotangents(found)).backward()
+    assert_close_tree(w.grad, v.grad)
+
+
+def test_the_transpose_of_psum_is_psum():
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: fdp.psum((w * x).sum()))(w)
+
+    assert torch.equal(
+        fdp.dp_apply(fn, torch.ones(()), torch.ones(3), fdp.virtual_devices(3), out_dims="stack"),
+        torch.full((3,), 3.0),
+    )
+
+
+@each_executor
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("extreme", [fdp.pmax, fdp.pmin])
+def test_extremes_cannot_be_differentiated(extreme: Any, n: int, executor: Any):
+    devices = fdp.virtual_devices(n)
+    w = torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"{extreme.__name__} cannot be differentiated"):
+        fdp.dp_apply(lambda w, x: extreme(w) * x, w, torch.ones(3), devices, executor=executor).sum().backward()
+    with pytest.raises(RuntimeError, match=f"{extreme.__name__} cannot be differentiated"):
+        fdp.grad(lambda w, x: extreme(w) * x.sum(), devices=devices, executor=executor)(w.detach(), torch.ones(3))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("extreme", [fdp.pmax, fdp.pmin])
+def test_extremes_cannot_be_transformed(extreme: Any, n: int):
+    def loss(w: Tensor) -> Tensor:
+        return fdp.dp_apply(lambda w, x: extreme(w) * x, w, torch.ones(3), fdp.virtual_devices(n)).sum()
+
+    with pytest.raises(RuntimeError, match=f"{extreme.__name__} cannot be differentiated"):
+        torch.func.grad(loss)(torch.ones(()))
+
+
+@each_executor
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("extreme", [fdp.pmax, fdp.pmin])
+def test_extremes_of_what_is_detached(extreme: Any, n: int, executor: Any):
+    w = torch.ones((), requires_grad=True)
+    out = fdp.dp_apply(
+        lambda w, x: extreme(w.detach()) * w * x, w, torch.ones(3), fdp.virtual_devices(n), executor=executor
+    )
+    out.sum().backward()
+    assert w.grad is not None
+    assert w.grad.item() == 3.0

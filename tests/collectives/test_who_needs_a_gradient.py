@@ -1,0 +1,189 @@
+"""Collectives where only some slots, entries or results have a gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.collectives.cases import (
+    CASES,
+    EXECUTORS,
+    Case,
+    W,
+    X,
+    balanced,
+    cotangents,
+    each_case,
+    filled,
+    leaves,
+    local,
+    mapped,
+    plain,
+    product,
+)
+from tests.common.comparing import assert_close_tree
+from tests.common.numbers import numbers
+
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+
+
+@each_executor
+@pytest.mark.parametrize("slot", [0, 2])
+@pytest.mark.parametrize("name", ["psum", "pmean-rows", "all_gather", "psum_scatter", "all_to_all", "ppermute-ring"])
+def test_only_one_slot_gives_what_needs_a_gradient(name: str, slot: int, executor: Any):
+    case = CASES[name]
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return case.call(local(case, w if fdp.axis_index() == slot else w.detach(), x))
+
+    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
+    outs = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
+    rows = balanced(7, 3)
+    args = [local(case, v if i == slot else v.detach(), x) for i, x in enumerate(X.split(rows))]
+    expected = case.oracle(args, rows)
+    product(outs, cotangents(outs)).backward()
+    product(expected, cotangents(outs)).backward()
+    assert_close_tree(filled([w.grad]), filled([v.grad]))
+
+
+@each_executor
+@pytest.mark.parametrize("slot", range(3))
+@pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "ppermute-ring")])
+def test_only_one_slot_uses_the_result(case: Case, slot: int, executor: Any):
+    """Right if all return it, an error that says so if the others let go of it."""
+
+    def fn(w: Tensor, x: Tensor, keep: bool) -> Any:
+        out = case.call(local(case, w, x))
+        used = out.sum() if fdp.axis_index() == slot else w.sum()
+        return (used, out) if keep else used
+
+    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
+    call: Any = fdp.shard_map(
+        fn, devices=fdp.virtual_devices(3), in_dims=(None, 0, None), out_dims="list", executor=executor
+    )
+    rows = balanced(7, 3)
+    results = case.oracle([local(case, v, x) for x in X.split(rows)], rows)
+    expected = [out.sum() if i == slot else v.sum() for i, out in enumerate(results)]
+    product(expected, cotangents(expected)).backward()
+    outs, _ = call(w, X, True)
+    product(outs, cotangents(outs)).backward()
+    assert_close_tree(w.grad, v.grad)
+    outs = call(w, X, False)
+    with pytest.raises(RuntimeError, match=rf"goes through it in shard {slot}, but shard . has let go of the result"):
+        product(outs, cotangents(outs)).backward()
+
+
+@each_executor
+@pytest.mark.parametrize("slot", range(3))
+@each_case
+def test_backward_from_one_entry(case: Case, slot: int, executor: Any):
+    found, wanted = leaves(), leaves()
+    outs, expected = mapped(case, 3, executor)(*found), plain(case, 3)(*wanted)
+    weight = cotangents(outs)[slot]
+    (outs[slot] * weight).sum().backward()
+    (expected[slot] * weight).sum().backward()
+    assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
+
+
+@each_executor
+@pytest.mark.parametrize("is_leaf", [True, False])
+@each_case
+def test_captured(case: Case, is_leaf: bool, executor: Any):
+    def run(fn: Callable[[Tensor], list[Tensor]]) -> Any:
+        w = W.clone().requires_grad_()
+        captured = w if is_leaf else w.exp()
+        outs = fn(captured)
+        product(outs, cotangents(outs)).backward()
+        return w.grad
+
+    def found(captured: Tensor) -> list[Tensor]:
+        def fn(_: Any, x: Tensor) -> Tensor:
+            return case.call(local(case, captured, x)) * captured.sum()
+
+        return fdp.dp_apply(fn, None, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
+
+    assert_close_tree(run(found), run(lambda captured: plain(case, 3)(captured, X)))
+
+
+@each_executor
+def test_captured_and_passed(executor: Any):
+    def run(one: bool) -> Any:
+        w = W.clone().requires_grad_()
+        u = w * 2
+        if one:
+            out = (w * X * u).sum() * (u * X).sum() * X.sum(1)
+        else:
+
+            def fn(w: Tensor, x: Tensor) -> Tensor:
+                return fdp.psum((w * x * u).sum()) * fdp.psum((u * x).sum()) * x.sum(1)
+
+            out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor)
+        (first,) = torch.autograd.grad((out * numbers(7)).sum(), w, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), w)
+
+    assert_close_tree(run(one=False), run(one=True))
+
+
+@each_executor
+def test_a_tensor_made_of_the_same_graph(executor: Any):
+    """What goes in and what comes out are used together outside."""
+    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
+    u, t = w.exp(), v.exp()
+    out = fdp.dp_apply(
+        lambda w, x: fdp.psum((w * x).sum()) * x, u, X, fdp.virtual_devices(2), executor=executor, out_dims=0
+    )
+    (out.sum() * u.sum()).backward()
+    (((t * X).sum() * X).sum() * t.sum()).backward()
+    assert_close_tree(w.grad, v.grad)
+
+
+@each_executor
+@each_case
+def test_graph_kept_and_freed(case: Case, executor: Any):
+    w, x = leaves()
+    outs = mapped(case, 3, executor)(w, x)
+    loss = product(outs, cotangents(outs))
+    first = torch.autograd.grad(loss, (w, x), retain_graph=True, allow_unused=True)  # nothing is sent of some
+    assert_close_tree(torch.autograd.grad(loss, (w, x), retain_graph=True, allow_unused=True), first)
+    assert_close_tree(torch.autograd.grad(loss, (w, x), allow_unused=True), first)
+    with pytest.raises(RuntimeError, match=r"backward through the graph.* a second time"):
+        torch.autograd.grad(loss, (w, x))
+    outs = mapped(case, 3, executor)(w, x)
+    torch.autograd.grad(outs[0].sum(), w)
+    with pytest.raises(RuntimeError, match=r"backward through the graph.* a second time"):
+        torch.autograd.grad(outs[1].sum(), w)
+
+
+@each_executor
+@each_case
+def test_without_gradients(case: Case, executor: Any):
+    w, x = leaves()
+    expected = plain(case, 3)(W, X)
+    with torch.no_grad():
+        outs = mapped(case, 3, executor)(w, x)
+    assert not any(out.requires_grad for out in outs)
+    assert_close_tree(list(outs), list(expected))
+    with torch.inference_mode():
+        outs = mapped(case, 3, executor)(w, x)
+        assert all(out.is_inference() for out in outs)
+        assert_close_tree([out.clone() for out in outs], list(expected))
+
+
+# ---------------------------------------------------------------- corners
+
+
+@each_executor
+def test_a_leaf_that_is_returned_as_it_is_keeps_its_gradient(executor: Any):
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    v = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+
+    def fn(params: Any, x: Tensor) -> Any:
+        return fdp.psum((params["v"] * x).sum()) * x, params["w"]
+
+    devices = fdp.virtual_devices(2)
+    for _ in range(2):
+        _, out = fdp.dp_apply(fn, {"v": v, "w": w}, X, devices, out_dims=(0, "sum"), executor=executor)
+        assert torch.autograd.grad(3 * out, w)[0] == 6

@@ -1,0 +1,157 @@
+"""Functions that compilers see, mapped by shards that run side by side."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp
+
+import fdp
+from tests.common.threads import side_by_side
+
+X = torch.randn(8, 3, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def switching() -> Iterator[None]:
+    """Four lanes that take turns all the time."""
+    with side_by_side():
+        yield
+
+
+def threads(fn: Callable[..., Any], params: Any, x: Any) -> Any:
+    return fdp.dp_apply(fn, params, x, fdp.virtual_devices(4), executor="threads")
+
+
+# ---------------------------------------------------------------- forward mode
+
+
+def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ torch.outer(w, w)).sin().sum(-1)
+
+
+# ---------------------------------------------------------------- compilation
+
+
+def test_guarded_functions_still_compile():
+    threads(torch.mul, X[0], X)
+    module = nn.Linear(3, 3).double()
+    params = {name: tensor.detach() * 2 for name, tensor in module.named_parameters()}
+
+    def call(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, params, (x,))
+
+    def tangent(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return jvp(lambda w: f(w, x), (w,), (torch.ones_like(w),))[1]
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(params, X), call(params, X))
+    compiled = torch.compile(tangent, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(X[0], X), tangent(X[0], X))
+
+
+@pytest.mark.parametrize("compiler", ["first", "later"])
+def test_guarded_random_functions_still_compile_and_script(compiler: str, tmp_path: Path):
+    program = """
+import sys, warnings, torch, fdp
+warnings.simplefilter("ignore")
+if sys.argv[1] == "first":
+    import torch._dynamo
+fdp.dp_apply(torch.mul, torch.ones(2), torch.ones(4, 2), fdp.virtual_devices(2), executor="threads")
+def seeded(x):
+    torch.manual_seed(3)
+    return x + torch.rand(2)
+def restored(x):
+    state = torch.get_rng_state()
+    y = torch.rand(2)
+    torch.set_rng_state(state)
+    return x + y
+@torch.jit.script
+def scripted(x):
+    torch.manual_seed(3)
+    return x + torch.rand(2)
+x = torch.zeros(2)
+want = seeded(x)
+print(torch.equal(torch.compile(seeded, backend="eager")(x), want), torch.equal(scripted(x), want))
+compiled = torch.compile(restored, backend="eager")
+print(torch.equal(compiled(x), compiled(x)), torch.random.manual_seed(3) is torch.default_generator)
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        file = tmp_path / "program.py"  # TorchScript reads the source
+        file.write_text(program)
+        command = [sys.executable, str(file), compiler]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == "True True\nTrue True\n", result.stderr
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_shard_that_compiles_runs_alone(backend: str):
+    torch._dynamo.reset()
+    running, beside, counting = [0], {}, threading.Lock()
+    w = torch.randn(3, dtype=torch.float64)
+
+    def noting(graph: Any, inputs: Any) -> Any:
+        # The first time for each number of rows: torch checks without a lock whether it must compile anew, and rarely
+        # compiles twice.
+        beside.setdefault((current[0], inputs[0].requires_grad), running[0])
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    inner, current = torch.compile(f, backend=noting), [0]
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with counting:
+            running[0] += 1
+            current[0] = len(x)
+        try:
+            return inner(w, x)
+        finally:
+            with counting:
+                running[0] -= 1
+
+    for rows in (8, 7, 8, 5, 8):
+        for _ in range(4):
+            torch.testing.assert_close(threads(fn, w, X[:rows]), f(w, X[:rows]))
+        got = fdp.grad(lambda w, x: fn(w, x).mean(), devices=fdp.virtual_devices(4), executor="threads")(w, X[:rows])
+        torch.testing.assert_close(got, grad(lambda w, x: f(w, x).mean())(w, X[:rows]))
+    assert beside
+    assert set(beside.values()) == {1}
+
+
+def test_a_compiled_function_is_mapped():
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="eager")
+    for _ in range(5):
+        torch.testing.assert_close(threads(compiled, X[0], X), f(X[0], X))
+    marked = fdp.thread_safe(compiled)
+    torch.testing.assert_close(fdp.dp_apply(marked, X[0], X, fdp.virtual_devices(4)), f(X[0], X))
+
+
+class NoHash:
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return f(w, x)
+
+
+class NoWeakRef:
+    __slots__ = ()
+
+    def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return f(w, x)
+
+
+@pytest.mark.parametrize("fn", [NoHash(), NoWeakRef(), NoHash().__call__, functools.partial(f), lambda w, x: f(w, x)])
+def test_any_callable_beside_compiled_ones(fn: Any):
+    torch.compile(f, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(threads(fn, X[0], X), f(X[0], X))
+        torch.testing.assert_close(threads(torch.mul, X[0], X), X[0] * X)  # a function of C

@@ -1,0 +1,404 @@
+"""Buffers of a DataParallel: those of the first replica, or their mean, however forward writes them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from fdp import DataParallel
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
+from tests.nn.modules_of_data_parallel import assert_like_one_device, loss_of, run
+
+TWO = ["cpu", "cpu"]
+each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+
+
+class Keeps(nn.Module):
+    """A module with one buffer, which `write` gives another value."""
+
+    buffer: Tensor
+
+    def __init__(self, write: Callable[["Keeps", Tensor], Any], buffer: Tensor) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("buffer", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self, x)
+        return x * 1
+
+
+@each_executor
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("rows", [6, 9])
+def test_buffers_are_those_of_the_first_replica(slots: int, rows: int, executor: Any):
+    module, x = nn.BatchNorm1d(3).double(), numbers(rows, 3)
+    one = copy.deepcopy(module)
+    shim = DataParallel(module, ["cpu"] * slots, executor=executor)
+    buffers = dict(module.named_buffers())
+    with many_cores():
+        for factor in (1, 2):
+            shim(factor * x)
+            one(factor * x.chunk(slots)[0])
+            assert_close_tree(module.state_dict(), one.state_dict())
+    assert all(now is buffers[name] for name, now in module.named_buffers())
+
+
+@each_executor
+@pytest.mark.parametrize("weights", [None, [1, 1, 1], [0, 1, 2]], ids=str)
+def test_buffers_may_be_the_mean_over_replicas_by_rows(weights: Any, executor: Any):
+    module, x = nn.BatchNorm1d(3).double(), numbers(8, 3)
+    parts = x.chunk(3) if weights is None else x.split([3, 3, 2] if weights[0] else [3, 5])
+    means, variances = (torch.zeros(3, dtype=torch.float64) for _ in range(2))
+    for part in parts:
+        one: Any = copy.deepcopy(module)
+        one(part)
+        means, variances = means + one.running_mean * len(part), variances + one.running_var * len(part)
+    with many_cores():
+        DataParallel(module, ["cpu"] * 3, weights=weights, buffers="mean", executor=executor)(x)
+    want = {"running_mean": means / 8, "running_var": variances / 8, "num_batches_tracked": torch.tensor(1)}
+    assert_close_tree(dict(module.named_buffers()), want)
+
+
+def test_the_mean_makes_running_statistics_those_of_the_batch():
+    """The mean over replicas of means is the mean of the batch: with the first replica's alone it is not."""
+    module, x = nn.BatchNorm1d(3, momentum=1.0).double(), numbers(7, 3)
+    DataParallel(module, TWO, buffers="mean")(x)
+    assert_close_tree(module.running_mean, x.mean(0))
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+def test_in_evaluation_buffers_stay_bit_by_bit(buffers: Any):
+    module, x = nn.BatchNorm1d(3).double(), numbers(7, 3)
+    module(x)
+    module.running_mean[0], module.running_var[1] = float("nan"), -0.0  # pyright: ignore[reportOptionalSubscript]
+    module.eval()
+    before, versions = copy.deepcopy(module.state_dict()), [b._version for b in module.buffers()]
+    out = DataParallel(module, ["cpu"] * 3, buffers=buffers)(x)
+    assert_same_tree(module.state_dict(), before)
+    assert [b._version for b in module.buffers()] == versions
+    assert_close_tree(out, module(x))
+
+
+def test_integers_have_no_mean_but_may_agree():
+    def count(module: Keeps, x: Tensor) -> None:
+        module.buffer += len(x)
+
+    module = Keeps(count, torch.tensor(1))
+    shim = DataParallel(module, TWO, buffers="mean")
+    shim(numbers(4))
+    assert module.buffer == 3
+    message = r"DataParallel: the buffer 'buffer' is torch.int64, which has no mean.*buffers='first'"
+    with pytest.raises(ValueError, match=message):
+        shim(numbers(5))
+    assert module.buffer == 3
+    DataParallel(module, TWO)(numbers(5))
+    assert module.buffer == 6
+
+
+def test_a_mean_that_fails_writes_no_buffer_at_all():
+    class Both(nn.Module):
+        first: Tensor
+        second: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("first", torch.zeros((), dtype=torch.float64))
+            self.register_buffer("second", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first += x.sum()
+            self.second += len(x)
+            return x
+
+    module = Both()
+    with pytest.raises(ValueError, match=r"the buffer 'second' is torch.int64"):
+        DataParallel(module, TWO, buffers="mean")(numbers(5))
+    assert (module.first.item(), module.second.item()) == (0, 0)
+
+
+def test_a_mean_of_buffers_that_all_have_a_new_shape():
+    module = Keeps(lambda module, x: setattr(module, "buffer", x.sum().expand(5).clone()), numbers(2))
+    DataParallel(module, TWO, buffers="mean")(numbers(4))
+    assert_close_tree(module.buffer, (numbers(4).sum() / 2).expand(5).clone())
+
+
+def test_a_mean_of_buffers_of_other_shapes_is_refused():
+    def rebind(module: Keeps, x: Tensor) -> None:
+        module.buffer = x.clone()
+
+    module = Keeps(rebind, numbers(2))
+    with pytest.raises(ValueError, match=r"DataParallel: the buffer 'buffer' .*shape"):
+        DataParallel(module, TWO, buffers="mean")(numbers(5))
+    assert_same_tree(module.buffer, numbers(2))
+
+
+@each_executor
+def test_a_call_that_fails_has_no_mean_to_write(executor: Any):
+    def write(module: Keeps, x: Tensor) -> None:
+        module.buffer.add_(1)
+        if 5 in x:
+            raise ValueError("five")
+
+    module = Keeps(write, numbers(2))
+    with many_cores(), pytest.raises(ValueError, match="five"):
+        DataParallel(module, TWO, buffers="mean", executor=executor)(torch.arange(6.0))
+    assert_same_tree(module.buffer, numbers(2))
+    assert module.buffer._version == 0
+
+
+WRITES: dict[str, Callable[[Keeps, Tensor], Any]] = {
+    "in-place": lambda module, x: module.buffer.copy_(x[:2] * 2),
+    "rebound": lambda module, x: setattr(module, "buffer", x[:2] * 2),
+    "detached": lambda module, x: setattr(module, "buffer", x.detach()[:2] * 2),
+    "a-view-of-the-input": lambda module, x: setattr(module, "buffer", x[:2].mul_(2)),
+    "data": lambda module, x: setattr(module.buffer, "data", x[:2] * 2),
+    "out": lambda module, x: torch.mul(x[:2], 2, out=module.buffer),
+    "dict": lambda module, x: module._buffers.update(buffer=x[:2] * 2),
+    "numpy": lambda module, x: module.buffer.numpy().__setitem__(slice(None), x[:2].numpy() * 2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_buffers_may_be_written_in_any_way(name: str, slots: int):
+    """Torch loses those that forward puts in the place of others."""
+    module = Keeps(WRITES[name], numbers(2))
+    buffer = module.buffer
+    DataParallel(module, ["cpu"] * slots)(numbers(6))
+    assert (module.buffer is buffer) == (name in ("in-place", "data", "out", "numpy"))
+    assert_same_tree(module.buffer, numbers(6)[:2] * 2)
+    assert not module.buffer.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "none-before"])
+def test_buffers_may_become_others(kind: str):
+    new = {"shape": numbers(7), "dtype": numbers(2).float(), "none-before": numbers(2)}[kind]
+    module = Keeps(lambda module, x: setattr(module, "buffer", new.clone()), numbers(2))
+    if kind == "none-before":
+        module.register_buffer("buffer", None)
+    DataParallel(module, TWO)(numbers(4))
+    assert_same_tree(module.buffer, new)
+    assert list(module.state_dict()) == ["buffer"]
+
+
+def test_a_buffer_that_was_not_written_is_not_written():
+    module = nn.Sequential(nn.BatchNorm1d(2), Keeps(lambda *_: None, numbers(2))).double()
+    kept = module[1].get_buffer("buffer")
+    versions = [buffer._version for buffer in module.buffers()]
+    product = numbers(2).requires_grad_() * kept
+    DataParallel(module, TWO)(numbers(4, 2))
+    product.sum().backward()  # would fail if the buffer had been written
+    assert kept._version == versions[-1]
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch-norm": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)).double(),
+    "spectral-norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 2)).double(),
+    "old-spectral-norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 2)).double(),
+    "instance-norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 1)), nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval()
+    ).double(),
+}
+
+
+@each_executor
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_two_calls_then_one_backward(make: Any, executor: Any):
+    torch.manual_seed(0)
+    module, x = make(), numbers(6, 3)
+    one = copy.deepcopy(module)
+    shim = DataParallel(module, ["cpu"], executor=executor)
+    two = DataParallel(copy.deepcopy(module), TWO, executor=executor)
+    with many_cores():
+        (loss_of(two(x)) + loss_of(two(2 * x))).backward()
+    (loss_of(shim(x)) + loss_of(shim(2 * x))).backward()
+    (loss_of(one(x)) + loss_of(one(2 * x))).backward()
+    assert_close_tree([p.grad for p in module.parameters()], [p.grad for p in one.parameters()])
+    assert all(parameter.grad is not None for parameter in two.parameters())
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_spectral_norm_takes_its_step_once_a_call(slots: int):
+    torch.manual_seed(0)
+    module, x = parametrizations.spectral_norm(nn.Linear(3, 2)).double(), numbers(6, 3)
+    one = copy.deepcopy(module)
+    for _ in range(3):
+        got, want = run(DataParallel(module, ["cpu"] * slots), module, x), run(one, one, x)
+        assert_close_tree(got, want)
+        assert_close_tree(module.state_dict(), one.state_dict())
+
+
+def test_buffers_that_require_grad():
+    scale = numbers(3).requires_grad_()
+    module: Any = nn.Linear(3, 3).double()
+    module.register_buffer("scale", scale)
+    module.register_forward_hook(lambda module, _, out: out * module.scale)
+    x = numbers(5, 3)
+    got = torch.autograd.grad(loss_of(DataParallel(module, TWO)(x)), [scale, *module.parameters()])
+    assert_close_tree(got, torch.autograd.grad(loss_of(module(x)), [scale, *module.parameters()]))
+    assert module.scale is scale
+    assert scale.requires_grad
+
+
+def test_tied_and_absent_buffers():
+    module: Any = nn.Sequential(
+        Keeps(lambda module, x: module.buffer.add_(1), numbers(2)), nn.Identity(), nn.Identity()
+    )
+    module[1].register_buffer("same", module[0].buffer)
+    module[2].register_buffer("none", None)
+    module[2].register_buffer("hidden", numbers(1), persistent=False)
+    DataParallel(module, TWO)(numbers(4))
+    assert_same_tree(module[1].same, numbers(2) + 1)
+    assert module[1].same is module[0].buffer
+    assert list(module.state_dict()) == ["0.buffer", "1.same"]
+
+
+@pytest.mark.parametrize("written", ["whole", "part"])
+def test_buffers_may_be_parts_of_others(written: str):
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("whole", torch.zeros(4))
+            self.register_buffer("part", self.get_buffer("whole")[:2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_buffer(written).add_(1)
+            return x
+
+    module, one = Parts(), Parts()
+    DataParallel(module, TWO)(numbers(4))
+    one(numbers(2))
+    assert_same_tree(module.state_dict(), one.state_dict())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_sparse_buffers(layout: Any, buffers: Any):
+    module = nn.Linear(3, 3).double()
+    dense = torch.eye(3).double().flip(0)
+    module.register_buffer("mixing", dense if layout is torch.strided else dense.to_sparse(layout=layout))
+    module.register_forward_hook(lambda module, args, out: (module.get_buffer("mixing") @ out.T).T)
+    mixing = module.get_buffer("mixing")
+    assert_like_one_device(module, numbers(5, 3), buffers=buffers)
+    assert module.get_buffer("mixing") is mixing
+
+
+def test_outputs_that_cannot_be_joined_leave_no_mean():
+    module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
+    module.register_forward_hook(lambda module, args, out: {len(out): out})
+    with pytest.raises(ValueError, match="shards differ in structure"):
+        DataParallel(module, TWO, buffers="mean")(numbers(5))
+    assert_same_tree(module.buffer, numbers(2))
+
+
+def test_means_need_the_rows_of_the_replicas():
+    class Mine(DataParallel):
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            return [(inputs[0][:1],), (inputs[0][1:],)], [{}, {}]
+
+    module = nn.BatchNorm1d(2, momentum=1.0).double().eval()
+    with pytest.raises(ValueError, match=r"DataParallel: buffers='mean' needs .*buffers='first'"):
+        Mine(module, TWO, buffers="mean")(numbers(4, 2))
+
+
+def test_means_need_arguments_with_equal_rows():
+    class Pair(Keeps):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            return super().forward(x)
+
+    module = Pair(lambda module, x: module.buffer.add_(1), numbers(2))
+    with pytest.raises(ValueError, match=r"DataParallel: buffers='mean' needs .* equal rows.*buffers='first'"):
+        DataParallel(module, TWO, buffers="mean")(numbers(4, 2), numbers(2))
+    DataParallel(module, TWO)(numbers(4, 2), numbers(2))
+    assert_same_tree(module.buffer, numbers(2) + 1)
+
+
+def test_without_rows_to_weigh_by_there_is_one_replica():
+    module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+        DataParallel(module, TWO, buffers="mean")(torch.tensor(3.0))
+    assert_same_tree(module.buffer, numbers(2) + 1)
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+def test_no_rows_at_all(buffers: Any):
+    module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
+    DataParallel(module, TWO, buffers=buffers)(numbers(0, 3))
+    assert_close_tree(module.buffer, numbers(2) + 1)
+
+
+def test_buffers_made_in_inference_mode():
+    with torch.inference_mode():
+        module = nn.BatchNorm1d(3).double()
+        one = copy.deepcopy(module)
+        DataParallel(module, TWO)(numbers(6, 3))
+        one(numbers(3, 3))
+    assert_close_tree(module.state_dict(), one.state_dict())
+
+
+def test_a_hook_may_write_to_a_buffer_that_it_holds():
+    module = nn.Linear(2, 2)
+    module.register_buffer("calls", torch.zeros(1))
+    calls = module.get_buffer("calls")
+
+    def count(*_: Any) -> None:
+        calls.add_(1)
+
+    module.register_forward_hook(count)
+    DataParallel(module, ["cpu"] * 4, executor="sequential")(torch.zeros(4, 2))
+    assert module.get_buffer("calls") is calls
+    assert calls.item() == 4  # as in torch: they share the tensor
+
+
+def test_a_buffer_that_is_a_parameter_s_data():
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("view", self.weight.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(2)
+            return x * self.weight
+
+    module = Doubles()
+    for _ in range(2):
+        DataParallel(module, TWO)(torch.ones(4, 2))
+    assert_same_tree(module.weight.data, torch.full((2,), 4.0))
+
+
+def test_a_buffer_that_is_set_anew_leaves_the_old_one_alone():
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bank", torch.arange(4.0))
+            self.register_buffer("head", self.get_buffer("bank")[:2])
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("cache", None)
+            self.register_buffer("mask", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.head, self.count = torch.full((3,), -1.0), self.get_buffer("count") + 1
+            self.cache, self.mask = torch.ones(2), None
+            return x
+
+    module, history = Sets(), []
+    shim = DataParallel(module, TWO)
+    for _ in range(3):
+        shim(numbers(4))
+        history.append(module.get_buffer("count"))
+    assert_same_tree(module.get_buffer("bank"), torch.arange(4.0))
+    assert_same_tree(module.get_buffer("head"), torch.full((3,), -1.0))
+    assert [count.item() for count in history] == [1, 2, 3]
+    assert_same_tree(module.get_buffer("cache"), torch.ones(2))
+    assert module.mask is None
+    DataParallel(Sets(), TWO, buffers="mean")(numbers(4))

@@ -1,0 +1,201 @@
+"""State dicts, copies and files of a DataParallel, and the settings of its caller."""
+
+import contextvars
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fdp import DataParallel
+from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.numbers import numbers
+from tests.common.threads import many_cores
+
+TWO = ["cpu", "cpu"]
+
+each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+class Apply(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+def value_and_grads(run: Callable[..., Tensor], module: nn.Module, *inputs: Tensor) -> Any:
+    """The value, and the gradients in inputs and parameters of a loss that no two elements enter alike."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = run(*leaves)
+    wanted = [*leaves, *module.parameters()]
+    grads = torch.autograd.grad((out * numbers(*out.shape)).sum(), wanted, materialize_grads=True)
+    return out.detach(), grads
+
+
+# ---------------------------------------------------------------- state
+
+
+def trip_by_torch(shim: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(shim, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+TRIPS = {"pickle": lambda shim: pickle.loads(pickle.dumps(shim)), "deepcopy": copy.deepcopy, "torch": trip_by_torch}
+
+
+@pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
+def test_copies_and_files(trip: Any):
+    module, x = mlp(), numbers(5, 3)
+    shim = DataParallel(module, ["cpu"] * 3, dim=0, weights=[1, 2, 1], buffers="mean", executor="threads")
+    shim(x)
+    again = trip(shim)
+    assert type(again) is DataParallel
+    for name in ("device_ids", "output_device", "src_device_obj", "dim", "_weights", "_executor", "training"):
+        assert getattr(again, name) == getattr(shim, name)
+    assert_same_tree(again(x).detach(), shim(x).detach())
+    with torch.no_grad():
+        next(again.parameters()).zero_()
+    assert_close_tree(shim(x), module(x))
+    assert_close_tree(again(x), again.module(x))
+
+
+def test_keys_have_the_prefix():
+    shim = DataParallel(nn.BatchNorm1d(2), TWO)
+    names = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert list(shim.state_dict()) == [f"module.{name}" for name in names]
+    assert [name for name, _ in shim.named_parameters()] == ["module.weight", "module.bias"]
+
+
+class Inner(nn.Module):
+    """A module with a child that is called like the one of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "batch-norm": lambda: nn.BatchNorm1d(2),
+    "mlp": mlp,
+    "inner": Inner,
+    "wrapper": lambda: DataParallel(nn.Linear(2, 2), ["cpu"]),
+}
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_keys_of_the_wrapper_and_of_the_module_are_taken(make: Any, strict: bool):
+    source = make()
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    for state in (source.state_dict(), DataParallel(source, ["cpu"]).state_dict()):
+        kept = dict(state)
+        shim = DataParallel(make(), ["cpu"])
+        result = shim.load_state_dict(state, strict)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert_same_tree(dict(shim.module.state_dict()), dict(source.state_dict()))
+        assert dict(state) == kept
+
+
+def test_versions_of_a_state_dict_are_kept():
+    """BatchNorm of version 1 had no num_batches_tracked: only the version tells that it may be missing."""
+    state = nn.BatchNorm1d(2).state_dict()
+    del state["num_batches_tracked"]
+    shim = DataParallel(nn.BatchNorm1d(2), TWO)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"module.num_batches_tracked"'):
+        shim.load_state_dict(state)
+    state._metadata[""]["version"] = 1  # pyright: ignore[reportAttributeAccessIssue]
+    shim.load_state_dict(state)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_keys_that_do_not_fit_are_named(assign: bool):
+    shim = DataParallel(nn.Linear(2, 2), TWO)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"module.bias"'):
+        shim.load_state_dict({"weight": torch.zeros(2, 2)}, assign=assign)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"module.weight", "module.bias".*\n.*Unexpected key.*"other"'):
+        shim.load_state_dict({"other": torch.zeros(2)}, assign=assign)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        shim.load_state_dict({})
+    shim.load_state_dict({"weight": torch.zeros(2, 2)}, strict=False, assign=assign)
+    assert_same_tree(shim.module.weight.detach(), torch.zeros(2, 2))
+
+
+# ---------------------------------------------------------------- what the caller has set
+
+
+def test_gradients_are_off_where_they_are_off():
+    module, x = mlp(), numbers(5, 3).requires_grad_()
+    shim = DataParallel(module, TWO)
+    with many_cores():
+        with torch.no_grad():
+            assert not shim(x).requires_grad
+        with torch.inference_mode():
+            assert shim(x).is_inference()
+        assert_close_tree(value_and_grads(shim, module, x), value_and_grads(module, module, x))
+
+
+@each_executor
+def test_the_state_of_the_thread_is_that_of_the_caller(executor: Any):
+    """Torch leaves most of it behind."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    seen: list[Any] = []
+
+    def fn(x: Tensor) -> Tensor:
+        product = x @ x.mT
+        state = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
+        seen.append((*state, product.dtype, torch.zeros(()).device.type, torch.zeros(()).dtype, variable.get()))
+        return product
+
+    shim = DataParallel(Apply(fn), ["cpu"] * 4, executor=executor)
+    x = numbers(4, 3, 3).float()
+    token, before = variable.set("set"), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        with many_cores(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            out = shim(x)
+    finally:
+        torch.set_default_dtype(before)
+        variable.reset(token)
+    assert seen == [(False, True, False, torch.bfloat16, "meta", torch.float16, "set")] * 4
+    assert out.dtype is torch.bfloat16
+
+
+def test_autocast_gives_the_gradients_of_one_device():
+    module, x = mlp().float(), numbers(6, 3).float()
+
+    def under_autocast(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x).double()
+
+        return run
+
+    for _ in range(2):
+        got = value_and_grads(under_autocast(DataParallel(module, ["cpu"] * 3)), module, x)
+        assert_close_tree(got, value_and_grads(under_autocast(module), module, x), 2e-2)
+
+
+def test_the_call_has_a_name_in_profiles():
+    shim = DataParallel(mlp(), TWO)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        shim(numbers(4, 3))
+    events = [event.key for event in profile.key_averages()]
+    assert events.count("DataParallel.forward") == 1

@@ -1,0 +1,267 @@
+"""`functional` and `functional_call` against torch.func.functional_call: values, transforms, checkpoints."""
+
+# Modules are built, called and changed here in ways that types are there to prevent.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportIncompatibleMethodOverride=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from fdp.nn._functional import functional
+from fdp.nn._functional_call import functional_call
+from fdp.nn._stateless import Skeleton
+from tests.nn.odd_modules import (
+    BY_NAME,
+    MODULES,
+    Recursive,
+    X,
+    assert_untouched,
+    close,
+    contents,
+    each_module,
+    other_tensors,
+    rows,
+    seeded,
+    shared,
+    tensors,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class TwoKinds(nn.Module):
+    """One tensor that is a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("same", self.weight)
+
+    def forward(self, x):
+        return x * self.weight + self.same
+
+
+def gradients(out: Any, params: dict[str, Tensor]) -> list[Tensor]:
+    leaves = [leaf for leaf in tensors(out) if leaf.requires_grad]
+    if not leaves or not params:
+        return []
+    total = sum((leaf * torch.arange(leaf.numel()).view_as(leaf)).sum() for leaf in leaves)
+    grads = torch.autograd.grad(total, list(params.values()), allow_unused=True)
+    return [torch.zeros(()) if grad is None else grad for grad in grads]
+
+
+@each_module
+def test_apply_is_the_module(make, args):
+    module, oracle, inputs = seeded(make), seeded(make), args()
+    apply, _ = functional(module)
+    before = contents(module)
+    for _ in range(3):  # a new clone, then the same again
+        params, buffers = other_tensors(module)
+        merged = {**params, **{name: b.clone() for name, b in buffers.items()}}
+        given, versions = dict(buffers), [b._version for b in buffers.values()]
+        expected = torch.func.functional_call(oracle, merged, inputs)
+        out, new_buffers = apply((params, buffers), *inputs)
+        close(tensors(out), tensors(expected))
+        close(gradients(out, params), gradients(expected, params))
+        assert list(new_buffers) == list(buffers)
+        close(list(new_buffers.values()), [merged[name] for name in buffers])
+        assert [b._version for b in buffers.values()] == versions
+        assert all(buffers[name] is given[name] for name in given)
+    assert_untouched(module, before)
+
+
+@each_module
+@pytest.mark.parametrize("part", ["params", "buffers", "all", "pair", "one"])
+def test_functional_call_is_that_of_torch(make, args, part):
+    module, oracle, inputs = seeded(make), seeded(make), args()
+    for _ in range(2):
+        params, buffers = other_tensors(module)
+        one = dict(list(params.items())[:1])
+        ours = {
+            "params": params,
+            "buffers": buffers,
+            "all": {**params, **buffers},
+            "pair": (params, buffers),
+            "one": one,
+        }[part]
+        theirs = pytree.tree_map(lambda t: t if t.requires_grad else t.clone(), ours)
+        out = functional_call(module, ours, inputs)
+        expected = torch.func.functional_call(oracle, theirs, inputs)
+        close(tensors(out), tensors(expected))
+        close(gradients(out, params), gradients(expected, params))
+        close(tensors(ours), tensors(theirs))
+        if make is not shared:  # torch leaves one of the given tensors in a module that has two names
+            close(dict(module.state_dict()), dict(oracle.state_dict()))
+
+
+@pytest.mark.parametrize(("make", "trusted"), [(make, trusted) for _, make, _, trusted in MODULES], ids=BY_NAME)
+def test_a_clone_is_called_where_that_is_the_same(make, trusted):
+    assert Skeleton(seeded(make)).trusted is trusted
+
+
+def transformed(transform: str, call: Callable[..., Any], params: dict[str, Tensor]) -> Any:
+    """The values, or the kind of error where a module does not go through the transform."""
+
+    def loss(params):
+        return sum((leaf**2).sum() for leaf in tensors(call(params)) if leaf.is_floating_point())
+
+    stacked = {name: torch.stack([p, p + 1]) for name, p in params.items()}
+    try:
+        match transform:
+            case "grad":
+                return torch.func.grad(loss)(params)
+            case "vjp":
+                return torch.func.vjp(loss, params)[1](torch.ones(()))
+            case "jvp":
+                return torch.func.jvp(loss, (params,), (params,))
+            case "vmap":
+                return torch.func.vmap(loss)(stacked)
+            case _:
+                return torch.func.vmap(torch.func.grad(loss))(stacked)
+    except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+        return type(error)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@each_module
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "vmap of grad"])
+def test_transforms(make, args, transform):
+    module, oracle, inputs = seeded(make), seeded(make), args()
+    apply, (params, buffers) = functional(module)
+
+    def torchs(params):
+        copies = {name: b.clone() for name, b in buffers.items()}
+        return torch.func.functional_call(oracle, {**params, **copies}, inputs)
+
+    expected = transformed(transform, torchs, params)
+    for _ in range(2):
+        ours = transformed(transform, lambda params: apply((params, buffers), *inputs)[0], params)
+        assert ours is expected if isinstance(expected, type) else not isinstance(ours, type)
+        close(tensors(ours), tensors(expected))
+
+
+def test_tensor_of_two_kinds():
+    (x,) = rows(3)()
+    for part in ("weight", "same"):
+        module, oracle = seeded(TwoKinds), seeded(TwoKinds)
+        given, theirs = {part: torch.full((3,), 2.0)}, {part: torch.full((3,), 2.0)}
+        close(functional_call(module, given, x), torch.func.functional_call(oracle, theirs, x))
+    out, _ = functional(module)[0](({"weight": torch.ones(3)}, {"same": torch.zeros(3)}), x)
+    close(out, x)
+
+
+def test_forward_that_calls_itself():
+    module, oracle = seeded(Recursive), seeded(lambda: Recursive(torch.func.functional_call))
+    apply, (_, buffers) = functional(module)
+    for _ in range(2):
+        (params, _), (x,) = other_tensors(module), X()
+        out, _ = apply((params, buffers), x)
+        expected = torch.func.functional_call(oracle, params, x)
+        close(out, expected)
+        close(gradients(out, params), gradients(expected, params))
+        close(functional_call(module, params, x), expected)
+
+
+def test_checkpoint_runs_again_with_the_same_tensors():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    module = Checkpointed()
+    apply, _ = functional(module)
+    (first, _), (second, _), (x,) = other_tensors(module), other_tensors(module), X()
+    outs = [apply((params, {}), x)[0] for params in (first, second)] + [functional_call(module, first, x)]
+    for out, params in zip(outs, (first, second, first), strict=True):
+        body = {name.removeprefix("body."): p for name, p in params.items()}
+        expected = torch.func.functional_call(module.body, body, x)
+        close(gradients(out, params), gradients(expected, params))
+
+
+@pytest.mark.parametrize("part", ["list", "_modules", "_parameters"])
+def test_checkpoint_of_what_forward_took_out_of_a_container(part: str):
+    """The clone is used again in the backward by way of its containers, which nobody may have filled anew since."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(1, 1, bias=False)
+            self.list = [self.body]
+
+        def forward(self, x):
+            parts = {"list": self.list, "_modules": self._modules, "_parameters": self.body._parameters}[part]
+            keys = {"list": 0, "_modules": "body", "_parameters": "weight"}
+
+            def run(x):
+                found = parts[keys[part]]
+                return (found(x) if isinstance(found, nn.Module) else x @ found) ** 2
+
+            return checkpoint(run, x, use_reentrant=False)
+
+    apply, (params, _) = functional(Checkpointed())
+    threes = {name: torch.full_like(param, 3.0).requires_grad_() for name, param in params.items()}
+    outs = [apply((threes, {}), torch.full((1, 1), 2.0))[0] for _ in range(2)]
+    for out in outs:
+        close(out, torch.full((1, 1), 36.0))
+        close(torch.autograd.grad(out, list(threes.values())), (torch.full((1, 1), 24.0),))
+
+
+def test_output_that_is_a_container_of_the_module():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = []
+
+        def forward(self, x):
+            self.kept.append(x)
+            return self.kept
+
+    module = Keeping()
+    apply, state = functional(module)
+    outs = [apply(state, torch.full((1,), float(i)))[0] for i in range(2)]
+    assert [[x.item() for x in out] for out in outs] == [[0.0], [1.0]]
+    assert module.kept == []
+
+
+def test_output_that_is_computed_later():
+    class Lazily(nn.Linear):
+        def forward(self, x):
+            return (nn.functional.linear(row, self.weight, self.bias) for row in x)
+
+    module = Lazily(3, 3)
+    apply, _ = functional(module)
+    (first, _), (second, _), (x,) = other_tensors(module), other_tensors(module), X()
+    one, two = apply((first, {}), x)[0], apply((second, {}), x)[0]
+    for out, params in ((one, first), (two, second)):
+        close(torch.stack(list(out)), nn.functional.linear(x, **params))
+
+
+@pytest.mark.parametrize(
+    "name", ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
+)
+def test_fullgraph(name):
+    make, args = BY_NAME[name]
+    module, inputs = seeded(make), args()
+    apply, _ = functional(module)
+    params, buffers = other_tensors(module)
+
+    def call(params, buffers, given, *inputs):
+        return apply((params, buffers), *inputs), functional_call(module, given, inputs)
+
+    before = contents(module)
+    given, theirs = [{**params, **{name: b.clone() for name, b in buffers.items()}} for _ in range(2)]
+    ours, called = torch.compile(call, backend="eager", fullgraph=True)(params, buffers, given, *inputs)
+    assert_untouched(module, before)
+    expected = torch.func.functional_call(module, theirs, inputs)
+    close([tensors(ours[0]), tensors(called)], [tensors(expected)] * 2)
+    close([ours[1], given], [{name: theirs[name] for name in buffers}, theirs])

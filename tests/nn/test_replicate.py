@@ -1,0 +1,405 @@
+"""fdp.nn.replicate, as torch.nn.parallel has it and where it does better."""
+
+# Modules are built, called and changed here in ways that types are there to prevent.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportFunctionMemberAccess=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from fdp.nn import gather, parallel_apply, replicate, scatter
+from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.containers import tensors_of
+from tests.common.numbers import numbers
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def cpus(count: int) -> list[str]:
+    return ["cpu"] * count
+
+
+class Scale(nn.Module):
+    """Buffers of two kinds, a plain tensor, a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3))
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("learned", numbers(3).requires_grad_())
+        self.register_buffer("nothing", None)
+        self.register_parameter("absent", None)
+        self.plain = numbers(3)
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.log.append(len(x))
+        return x * self.weight * self.learned + self.plain
+
+
+def test_the_first_replica_has_the_modules_own_tensors():
+    module = Scale()
+    first, second, third = replicate(module, cpus(3))
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in own.items():
+        assert first.get_parameter(name) is tensor if name == "weight" else first.get_buffer(name) is tensor
+        for other in (second, third):
+            copied = other.get_buffer(name) if name != "weight" else other.weight
+            assert_same_tree(copied, tensor)
+            assert copied.data_ptr() != tensor.data_ptr()
+    assert second.weight.data_ptr() != third.weight.data_ptr()
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_replicas_are_modules_of_the_same_class(detach: bool):
+    """Torch's replicas name no parameters."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), Scale())
+    for replica in replicate(module, cpus(3), detach):
+        assert replica is not module
+        assert type(replica) is nn.Sequential
+        assert [type(part) for part in replica.modules()] == [type(part) for part in module.modules()]
+        assert all(part is not own for part, own in zip(replica.modules(), module.modules(), strict=True))
+        assert [name for name, _ in replica.named_parameters()] == [name for name, _ in module.named_parameters()]
+        assert list(replica.state_dict()) == list(module.state_dict())
+        assert replica[2].nothing is replica[2].absent is None
+        assert "absent" in replica[2]._parameters
+        assert "nothing" in replica[2]._buffers
+
+
+def test_what_replicas_write_in_place():
+    """The first writes to the module's own buffers, the others to theirs."""
+    module = Scale()
+    replicas = replicate(module, cpus(3))
+    parallel_apply(replicas, [numbers(rows, 3) for rows in (1, 2, 3)])
+    assert_same_tree([module.seen, *(replica.seen for replica in replicas)], [torch.ones(3)] * 4)
+    parallel_apply(replicas[1:], [numbers(1, 3)] * 2)
+    assert_same_tree(
+        [replica.seen for replica in replicas], [torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 2.0)]
+    )
+    assert_same_tree(module.seen, torch.ones(3))
+
+
+def test_replicas_have_hooks_of_their_own_and_share_lists():
+    """Torch's replicas share both with the module."""
+    module, calls = Scale(), []
+    module.register_forward_hook(lambda part, args, out: calls.append(part))
+    first, second = replicate(module, cpus(2))
+    first.register_forward_hook(lambda part, args, out: out * 0)
+    parallel_apply([first, second], [numbers(1, 3), numbers(2, 3)])
+    assert first.log is second.log is module.log
+    assert module.log == [1, 2]
+    assert [id(part) for part in calls] == [id(first), id(second)]
+    assert len(module._forward_hooks) == len(second._forward_hooks) == 1
+
+
+def test_gradients_of_replicas_add_up():
+    module, x = Scale(), numbers(6, 3)
+    replicas = replicate(module, cpus(3))
+    outputs = parallel_apply(replicas, x.chunk(3))
+    (torch.cat(outputs) * x.cos()).sum().backward()
+    got = (module.weight.grad, module.learned.grad)
+    module.weight.grad = module.learned.grad = None
+    (module(x) * x.cos()).sum().backward()
+    assert_close_tree(got, (module.weight.grad, module.learned.grad))
+
+
+def test_an_unused_parameter_has_no_gradient():
+    """Torch gives it zeros."""
+    module = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    outputs = [replica["used"](numbers(3, 2)) for replica in replicate(module, cpus(2))]
+    torch.cat(outputs).sum().backward()
+    assert module["used"].weight.grad is not None
+    assert [param.grad for param in module["unused"].parameters()] == [None, None]
+
+
+def test_detached_replicas():
+    module = Scale()
+    with unharmed(list(module.parameters())):
+        first, second = replicate(module, cpus(2), detach=True)
+    assert first.weight is module.weight
+    assert not second.weight.requires_grad
+    assert not second.learned.requires_grad
+    second(numbers(2, 3)).sum()
+    assert module.weight.grad is None
+    with torch.no_grad():
+        assert not replicate(module, cpus(2))[1].weight.requires_grad
+
+
+def test_copies_need_a_gradient_where_the_original_does():
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    for replica in replicate(module, cpus(3)):
+        assert (replica.weight.requires_grad, replica.bias.requires_grad) == (False, True)
+
+
+def test_shared_tensors_and_modules_stay_shared():
+    module = nn.Module()
+    module.a, module.b = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.b.weight, module.c = module.a.weight, module.a
+    for replica in replicate(module, cpus(2)):
+        assert replica.a is replica.c
+        assert replica.a.weight is replica.b.weight
+        assert replica.a.bias is not replica.b.bias
+
+
+def test_plain_tensors_are_shared():
+    module = Scale()
+    assert all(replica.plain is module.plain for replica in replicate(module, cpus(2)))
+
+
+class Bound(nn.Module):
+    """An override on the instance, as libraries make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.how = self.double
+        self.forward = self.how
+
+    def double(self, x: Tensor) -> Tensor:
+        return 2 * self.weight * x
+
+
+def test_methods_on_the_instance_are_those_of_the_replica():
+    """In torch they stay those of the module."""
+    module = Bound()
+    _, second = replicate(module, cpus(2))
+    assert second.how.__self__ is second
+    assert second.forward.__self__ is second
+    with torch.no_grad():
+        module.weight.fill_(5)
+    assert_same_tree(second(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((0, 16), torch.float64), ((3, 0, 8), torch.float64), ((2, 3), torch.complex128), ((), torch.float64)],
+    ids=["no-rows", "no-columns", "complex", "0-dim"],
+)
+def test_odd_parameters(shape: tuple[int, ...], dtype: torch.dtype):
+    """Torch makes empty parameters flat."""
+    module = nn.Module()
+    module.register_parameter("odd", nn.Parameter(numbers(*shape, dtype=dtype)))
+    module.register_parameter("other", nn.Parameter(numbers(3)))
+    for replica in replicate(module, cpus(3)):
+        assert_same_tree([replica.odd, replica.other], [module.odd, module.other])
+
+
+def test_lists_and_dicts_of_parameters():
+    """Torch's replicas of them are empty to parameters()."""
+    module = nn.ModuleDict(
+        {
+            "list": nn.ParameterList([numbers(2), numbers(3)]),
+            "dict": nn.ParameterDict({"b": numbers(2), "a": numbers(1)}),
+        }
+    )
+    for replica in replicate(module, cpus(2)):
+        assert_same_tree([*replica["list"], *replica["dict"].values()], [*module["list"], *module["dict"].values()])
+        assert list(replica["dict"]) == list(module["dict"])
+        assert [tensor.requires_grad for tensor in replica.parameters()] == [True] * 4
+
+
+def test_recurrent_networks():
+    module = nn.LSTM(3, 2, num_layers=2, bidirectional=True)
+    x = numbers(4, 2, 3)
+    for replica in replicate(module, cpus(3)):
+        replica.flatten_parameters()
+        assert_close_tree(replica(x), module(x))
+        assert [id(weight) for weight in replica._flat_weights] == [id(param) for param in replica.parameters()]
+
+
+@pytest.mark.parametrize("make", [list, tuple, OrderedDict.fromkeys, iter], ids=["list", "tuple", "dict", "iterator"])
+def test_any_iterable_of_devices(make: Callable[[Any], Any]):
+    assert len(replicate(nn.Linear(1, 1), make(["cpu", "cpu:0"]))) == 2
+    assert replicate(nn.Linear(1, 1), make([])) == []
+
+
+def test_a_set_of_devices():
+    (replica,) = replicate(nn.Linear(1, 1), {"cpu"})
+    assert isinstance(replica, nn.Linear)
+
+
+def test_replicas_on_another_device():
+    module = nn.BatchNorm1d(3)
+    _, on_meta = replicate(module, ["cpu", "meta"])
+    assert {tensor.device.type for tensor in on_meta.state_dict().values()} == {"meta"}
+    assert on_meta(numbers(2, 3).to("meta")).shape == (2, 3)
+
+
+def test_lazy_modules():
+    message = r"Modules with uninitialized parameters can't be used with `DataParallel`\. Run a dummy forward pass"
+    with pytest.raises(RuntimeError, match=message):
+        replicate(nn.Sequential(nn.LazyLinear(2)), cpus(2))
+    with pytest.raises(RuntimeError, match=message):
+        replicate(nn.LazyBatchNorm1d(), cpus(1))
+
+
+def test_zero_grad_of_a_replica():
+    module = nn.Sequential(nn.Linear(2, 1))
+    first, second = replicate(module, cpus(2))
+    (first(numbers(1, 2)) + second(numbers(1, 2))).sum().backward()
+    before = module[0].weight.grad.clone()
+    for replica in (first, second[0]):
+        with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
+            replica.zero_grad()
+    assert_same_tree(module[0].weight.grad, before)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_replicas_can_be_saved(detach: bool):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    file = io.BytesIO()
+    torch.save(replicate(module, cpus(2), detach), file)
+    file.seek(0)
+    for loaded in torch.load(file, weights_only=False):
+        assert_same_tree(loaded.state_dict(), module.state_dict())
+        assert_close_tree(loaded(numbers(4, 2)), copy.deepcopy(module)(numbers(4, 2)))
+
+
+def test_copies_of_replicas():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for replica in replicate(module, cpus(2), detach=True):
+        for copied in (copy.deepcopy(replica), pickle.loads(pickle.dumps(replica))):
+            assert_same_tree(copied.state_dict(), module.state_dict())
+            assert copied[0].weight is not replica[0].weight
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+        copy.deepcopy(replicate(module, cpus(2))[1])
+
+
+def test_gradient_of_replicate():
+    module = nn.Linear(3, 2)
+
+    def run(weight: Tensor, bias: Tensor, x: Tensor) -> list[Tensor]:
+        holder = nn.Linear(3, 2)
+        del holder.weight, holder.bias
+        holder.register_buffer("weight", weight)
+        holder.register_buffer("bias", bias)
+        return [(replica(x) ** 2) * (i + 1) for i, replica in enumerate(replicate(holder, cpus(3)))]
+
+    inputs = (module.weight, module.bias, numbers(2, 3).requires_grad_())
+    assert gradcheck(lambda *inputs: tuple(run(*inputs)), inputs)
+    assert gradgradcheck(lambda *inputs: tuple(run(*inputs)), inputs)
+
+
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+COMPILED: dict[str, Callable[[nn.Module], Any]] = {
+    "function": lambda module: torch.compile(module, backend="eager"),
+    "part": lambda module: nn.Sequential(torch.compile(module, backend="eager")),
+    "method": in_place,
+}
+
+
+@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
+def test_compiled_modules(compiled: Callable[[nn.Module], Any]):
+    """Torch's replicate takes the parameters of a compiled module away, and its replicas are the module itself."""
+    torch.compiler.reset()
+    layer, x = nn.Linear(3, 2), numbers(4, 3)
+    module = compiled(layer)
+    want = module(x)
+    first, second = replicate(module, cpus(2))
+    assert len(list(module.parameters())) == 2
+    assert_same_tree(module(x), want)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+    assert_same_tree(first(x), torch.zeros(4, 2))
+    assert_close_tree(second(x), want)
+
+
+def test_a_hook_that_closes_over_the_module():
+    """It goes on to see the module that it closes over, which the first replica shares its tensors with."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[1].register_forward_hook(lambda part, args, out: out * module[0].weight.sum())
+    x = numbers(4, 2)
+    want = copy.deepcopy(module)(x)
+    replicas = replicate(module, cpus(2))
+    for replica in replicas:
+        assert_close_tree(replica(x), want)
+        assert len(list(replica.parameters())) == 4
+    assert replicas[1][0].weight is not module[0].weight
+    assert int(module[1].num_batches_tracked) == int(replicas[1][1].num_batches_tracked) == 1
+
+
+def test_under_transforms():
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = scatter(x, cpus(2))
+            return gather(parallel_apply(replicate(self.inner, cpus(len(parts))), parts), "cpu")
+
+    module, xs = Split(), numbers(5, 4, 2)
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    alone = {name.removeprefix("inner."): param for name, param in params.items()}
+
+    def split(params: Any, x: Tensor) -> Tensor:
+        return (torch.func.functional_call(module, params, (x,)) ** 2).sum()
+
+    def whole(params: Any, x: Tensor) -> Tensor:
+        return (torch.func.functional_call(module.inner, params, (x,)) ** 2).sum()
+
+    for transform in (
+        lambda loss: torch.func.grad(loss, argnums=(0, 1)),
+        lambda loss: lambda params, x: torch.func.hessian(loss, argnums=1)(params, x),
+    ):
+        per_batch = torch.func.vmap(transform(split), (None, 0))(params, xs)
+        want = torch.func.vmap(transform(whole), (None, 0))(alone, xs)
+        assert_close_tree([*tensors_of(per_batch)], [*tensors_of(want)])
+
+
+def test_replicas_of_replicas():
+    module = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    _, second = replicate(module, cpus(2))
+    outputs = parallel_apply(replicate(second, cpus(3)), [numbers(2, 2)] * 3)
+    torch.cat([output * numbers(2, 1) for output in outputs]).sum().backward()
+    got = module[0].weight.grad
+    module[0].weight.grad = None
+    (3 * module(numbers(2, 2)) * numbers(2, 1)).sum().backward()
+    assert_close_tree(got, module[0].weight.grad)
+
+
+def test_replicas_made_in_inference_mode():
+    module = nn.BatchNorm1d(2)
+    with torch.inference_mode():
+        for replica in replicate(module, cpus(2)):
+            replica(numbers(3, 2))
+    assert int(module.num_batches_tracked) == 1
+    module(numbers(3, 2)).sum().backward()
+
+
+def test_replicate_makes_no_cycles():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def replicas_that_were_used(slots: int) -> list[weakref.ref[nn.Module]]:
+        replicas = replicate(module, cpus(slots))
+        gather(parallel_apply(replicas, numbers(2 * slots, 2).chunk(slots)), "cpu").sum().backward()
+        return [weakref.ref(replica) for replica in replicas]
+
+    replicas_that_were_used(2)  # the first of a process imports and keeps more
+    while gc.collect():  # what the compiler has left goes in several rounds
+        continue
+    gc.disable()
+    try:
+        assert [replica() for replica in replicas_that_were_used(3)] == [None] * 3
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

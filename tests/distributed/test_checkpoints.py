@@ -13,9 +13,7 @@ import numpy
 import pytest
 import torch
 
-from fdp.distributed import init
-from fdp.distributed._checkpoints import Checkpoints
-from fdp.distributed._launch import launch
+from fdp.distributed import Checkpoints, init, launch
 
 Pair = namedtuple("Pair", "left right")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fdp.distributed._launch import launch
+from fdp.distributed import launch
 
 
 def _rank():

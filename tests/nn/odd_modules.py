@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
-from fdp.nn._functional_call import functional_call
+from fdp import functional_call
 
 
 class Tied(nn.Module):

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fdp.nn._functional import functional
-from fdp.nn._functional_call import functional_call
+from fdp import functional, functional_call
 from fdp.nn._stateless import Skeleton
 from tests.nn.odd_modules import X, close, other_tensors, seeded, used
 

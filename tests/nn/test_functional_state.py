@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from fdp.nn._functional import functional
-from fdp.nn._functional_call import functional_call
+from fdp import functional, functional_call
 from tests.nn.odd_modules import (
     Buffers,
     Plain,

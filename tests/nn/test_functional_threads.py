@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdp.nn._functional import functional
-from fdp.nn._functional_call import _POOLS, functional_call, take
+from fdp import functional, functional_call
+from fdp.nn._functional_call import _POOLS, take
 from fdp.nn._stateless import Skeleton
 from tests.nn.odd_modules import (
     BY_NAME,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fdp.nn._functional import functional
-from fdp.nn._functional_call import functional_call
+from fdp import functional, functional_call
 from fdp.nn._stateless import Skeleton
 from tests.nn.odd_modules import (
     BY_NAME,

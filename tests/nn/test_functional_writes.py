@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fdp.nn._functional import functional
-from fdp.nn._functional_call import functional_call
+from fdp import functional, functional_call
 from tests.nn.odd_modules import (
     Plain,
     Writing,

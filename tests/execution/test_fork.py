@@ -1,10 +1,10 @@
 """os.fork inside a shard: the child has the thread of this shard alone."""
 
-import subprocess
-import sys
+from tests.common.programs import run_program
 
 PROGRAM = """
-import os, torch, fdp
+import os, warnings, torch, fdp
+warnings.simplefilter("ignore", DeprecationWarning)
 devices, x, own = fdp.virtual_devices(3), torch.arange(6.0), os.getpid()
 
 def works():
@@ -50,8 +50,7 @@ for name, meets in [("dp_apply", True), ("parallel_apply", True), ("parallel_app
 
 def test_a_child_forked_in_a_shard():
     """It can make calls of its own, and exchange nothing with the others. In the parent all goes on."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    found = run_program(PROGRAM)
     assert found.stdout.splitlines() == [
         "dp_apply True True True [0, 0, 1, 0, 0, 1]",
         "parallel_apply True True True [0, 0, 3, 0, 0, 1]",

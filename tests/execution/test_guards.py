@@ -1,7 +1,5 @@
 """What torch keeps for the whole process, used from shards that run side by side."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +14,7 @@ from torch.nn.utils import parametrizations
 
 import fdp
 from fdp._execution import patches
+from tests.common.programs import run_program
 from tests.common.threads import side_by_side
 
 X = torch.randn(8, 3, dtype=torch.float64)
@@ -262,7 +261,7 @@ with forward_ad.dual_level():
     tangent = forward_ad.unpack_dual(call() * dual).tangent
 print(tangent.tolist(), forward_ad._current_level, torch.func.jvp(torch.sin, (x,), (x,))[1].shape)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    result = run_program(program)
     assert result.stdout == "[0.0, 2.0, 4.0, 6.0] -1 torch.Size([4])\n", result.stderr
 
 

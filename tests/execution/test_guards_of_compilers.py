@@ -1,12 +1,8 @@
 """Functions that compilers see, mapped by shards that run side by side."""
 
 import functools
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from torch import nn
 from torch.func import grad, jvp
 
 import fdp
+from tests.common.programs import run_program
 from tests.common.threads import side_by_side
 
 X = torch.randn(8, 3, dtype=torch.float64)
@@ -59,12 +56,10 @@ def test_guarded_functions_still_compile():
 
 
 @pytest.mark.parametrize("compiler", ["first", "later"])
-def test_guarded_random_functions_still_compile_and_script(compiler: str, tmp_path: Path):
+def test_guarded_random_functions_still_compile_and_script(compiler: str):
     program = """
-import sys, warnings, torch, fdp
+import warnings, torch, fdp
 warnings.simplefilter("ignore")
-if sys.argv[1] == "first":
-    import torch._dynamo
 fdp.dp_apply(torch.mul, torch.ones(2), torch.ones(4, 2), fdp.virtual_devices(2), executor="threads")
 def seeded(x):
     torch.manual_seed(3)
@@ -84,12 +79,8 @@ print(torch.equal(torch.compile(seeded, backend="eager")(x), want), torch.equal(
 compiled = torch.compile(restored, backend="eager")
 print(torch.equal(compiled(x), compiled(x)), torch.random.manual_seed(3) is torch.default_generator)
 """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        file = tmp_path / "program.py"  # TorchScript reads the source
-        file.write_text(program)
-        command = [sys.executable, str(file), compiler]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    imported = "import torch._dynamo\n" if compiler == "first" else ""
+    result = run_program(imported + program)
     assert result.stdout == "True True\nTrue True\n", result.stderr
 
 

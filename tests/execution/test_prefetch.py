@@ -3,8 +3,6 @@
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import fdp
 from tests.common.comparing import assert_same_tree
 from tests.common.hard_trees import TREES
 from tests.common.numbers import numbers
+from tests.common.programs import run_program
 
 SLOTS = fdp.virtual_devices(3)
 WAIT = 30  # seconds, for what is to come at once
@@ -230,9 +229,7 @@ next(batches)
 print("done")
 """
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT * 2, check=False
-        )
+        done = run_program(program, WAIT * 2)
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 

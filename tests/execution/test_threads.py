@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +22,7 @@ import fdp
 from fdp._execution import pool
 from fdp._execution.function_traits import is_marked
 from tests.common.comparing import assert_close_tree
+from tests.common.programs import run_program
 from tests.common.threads import many_cores
 
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -45,10 +45,9 @@ def rows(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float64)
 
 
-def run_python(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run a program of its own, which must end by itself."""
-    program = "import fdp, threading, time, torch, os, sys\n" + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, check=False)
+    return run_program("import fdp, threading, time, torch, os, sys\n" + textwrap.dedent(code))
 
 
 # ---------------------------------------------------------------- who runs what
@@ -417,9 +416,8 @@ def test_interrupts_at_any_moment():
     result = run_python(
         """
         import _thread, random, signal
-        import fdp._execution.threads
         from fdp._execution import pool
-        fdp._execution.threads.cores = lambda: 3
+        os.sched_getaffinity = lambda pid: set(range(3))
         w, x = torch.tensor(2.0), torch.arange(12.0)
         armed, over = False, False
         def handler(*_):
@@ -488,8 +486,7 @@ def test_nothing_is_kept(call: Callable[..., Any]):
 def test_in_a_forked_child():
     result = run_python(
         """
-        import fdp._execution.threads as t
-        t.cores = lambda: 3
+        os.sched_getaffinity = lambda pid: set(range(3))
         torch.set_num_threads(1)
         w, x = torch.tensor(2.0), torch.arange(6.0)
         def call(fn=torch.mul):

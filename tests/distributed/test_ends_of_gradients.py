@@ -58,7 +58,9 @@ def meets_in_process_1(mesh: Any, known: bool) -> float:
     if known:
         step(torch.ones(3), x_of(mesh))
         met[0] = False
-    with pytest.raises(RuntimeError, match=r"different places: .*end of value_and_grad in process 0, psum in process 1"):
+    with pytest.raises(
+        RuntimeError, match=r"different places: .*end of value_and_grad in process 0, psum in process 1"
+    ):
         step(torch.ones(3), x_of(mesh))
     met[0] = True
     value, grads = step(torch.ones(3), x_of(mesh))

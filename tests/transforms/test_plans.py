@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.common.comparing import assert_same_tree
-from tests.common.numbers import numbers
 from torch import Tensor
 
 import fdp
 from fdp._transforms.arguments import Arg
 from fdp._transforms.call import Options, bind
+from tests.common.comparing import assert_same_tree
+from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)
 

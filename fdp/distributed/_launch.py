@@ -1,7 +1,6 @@
-"""A function in several new processes of this machine, started by torch's launcher."""
+"""A function in several new processes of this machine, with the environment that torchrun would give them."""
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import pickle
@@ -12,21 +11,19 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from fdp._placement.slot import text_of
-from fdp.distributed._rank import failure, has_returned, returned, run_rank
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
+from fdp.distributed._rank import Output, failure, has_returned, returned, run_rank
 
 StartMethod = Literal["auto", "fork", "spawn"]
 _PERIOD = 0.02  # seconds between two looks at the processes
+_PATIENCE = 5.0  # seconds for a process to end by itself
 
 
 def launch(
@@ -71,47 +68,25 @@ def launch(
     """
     _check(fn, nprocs, timeout, start_method)
     method, work = _plan(fn, args, start_method)
-    with tempfile.TemporaryDirectory(prefix="fdp-launch-") as name, _store() as port, _calm():
+    context: Any = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory(prefix="fdp-launch-") as name, _store() as port:
         folder = Path(name)
-        variables = [_environment(rank, nprocs, port, env) for rank in range(nprocs)]
-        context = None
+        output = Output(folder, nprocs)
+        ranks: list[Any] = []
         try:
             with _uninterrupted():  # or some would be started that nobody knows of
-                context = _start(work, method, folder, variables)
-            result = _wait(context, folder, nprocs, timeout)
+                for rank in range(nprocs):
+                    args = work, folder, _environment(rank, nprocs, port, env)
+                    ranks.append(context.Process(target=run_rank, args=args))
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+                        ranks[-1].start()
+            _wait(ranks, folder, output, timeout)
         finally:
-            if context is not None:
-                with _uninterrupted():
-                    context.close(timeout=5)
-        if result.is_failed():
-            raise failure(folder, nprocs, result.failures)
+            with _uninterrupted():
+                _end(ranks)
+                output.show(rest=True)
         return [returned(folder, rank) for rank in range(nprocs)]
-
-
-def _start(work: Any, method: str, folder: Path, variables: list[dict[str, str]]) -> "PContext":
-    """Start all processes, or none."""
-    # Here, because `import fdp` should not take the time: most programs never launch.
-    from torch.distributed.elastic.multiprocessing import start_processes
-
-    from fdp.distributed._labelled import Labelled
-
-    others = multiprocessing.active_children()
-    try:
-        return start_processes(
-            "launch",
-            run_rank,
-            dict.fromkeys(range(len(variables)), (work, folder)),
-            dict(enumerate(variables)),
-            Labelled(str(folder)),
-            {rank: f"[rank {rank}] " for rank in range(len(variables))},
-            method,
-        )
-    except BaseException:
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.kill()
-                process.join()
-        raise
 
 
 @contextlib.contextmanager
@@ -134,26 +109,40 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _wait(context: "PContext", folder: Path, nprocs: int, timeout: float | None) -> "RunProcsResult":
-    """Until all have returned, or one has failed."""
+def _wait(ranks: Sequence[Any], folder: Path, output: Output, timeout: float | None) -> None:
+    """Until all have returned and ended, or one has failed."""
     end = None if timeout is None else time.monotonic() + timeout
-    while (result := context.wait(0)) is None:
-        running = {process.pid for process in multiprocessing.active_children()}
-        late = [rank for rank in range(nprocs) if not has_returned(folder, rank)]
-        gone = [rank for rank in late if context.pids()[rank] not in running]
-        if gone:  # torch waits for ever if there is no error, or if a process that the rank has started is still there
-            result = context.wait(0.5, _PERIOD)
-            raise failure(folder, nprocs, dict.fromkeys(gone) if result is None else result.failures)
-        if late and end is not None and time.monotonic() > end:
+    while True:
+        output.show()
+        ended = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode is not None}
+        late = [rank for rank in range(len(ranks)) if not has_returned(folder, rank)]
+        if gone := {rank: ended[rank] for rank in late if rank in ended}:
+            raise failure(folder, len(ranks), gone)
+        if not late:
+            for process in ranks:
+                process.join(_PATIENCE)
+            if crashed := {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}:
+                raise failure(folder, len(ranks), crashed)
+            return
+        if end is not None and time.monotonic() > end:
             for rank in late:
-                os.kill(context.pids()[rank], signal.SIGUSR1)  # say where you are: see `run_rank`
+                os.kill(ranks[rank].pid, signal.SIGUSR1)  # say where you are: see `run_rank`
             time.sleep(10 * _PERIOD)
             raise RuntimeError(
-                f"launch: rank {', '.join(map(str, late))} of {nprocs} had not returned after "
+                f"launch: rank {', '.join(map(str, late))} of {len(ranks)} had not returned after "
                 f"{timeout:g} s. All have been ended; where they were is in their output"
             )
         time.sleep(_PERIOD)
-    return result
+
+
+def _end(ranks: Sequence[Any]) -> None:
+    started = [process for process in ranks if process.pid is not None]
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.join(_PATIENCE)
+        process.kill()
+        process.join()
 
 
 def _check(fn: Any, nprocs: Any, timeout: Any, start_method: Any) -> None:
@@ -229,25 +218,3 @@ def _environment(rank: int, nprocs: int, port: int, env: Mapping[str, str] | Non
     name = None if "GLOO_SOCKET_IFNAME" in os.environ else {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     lo = {} if name is None else {"GLOO_SOCKET_IFNAME": name}
     return {name: str(value) for name, value in {**own, **sizes, **meeting, **run, **lo, **(env or {})}.items()}
-
-
-@contextlib.contextmanager
-def _calm() -> Iterator[None]:
-    """Keep torch's launcher from replacing signal handlers for good, and from reporting what `launch` raises."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    levels = [logger.level for logger in loggers]
-    before = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)  # of captured streams
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL + 1)
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-            yield
-        finally:
-            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")
-            if before is not None:
-                os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = before
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -12,21 +12,20 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO, final
 
 import torch
 
 from fdp._placement.slot import text_of
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 _STREAMS = ((1, "stdout"), (2, "stderr"))
+_PR_SET_PDEATHSIG = 1
 _LAST_WORDS = 0.3  # seconds for which a failed rank stays, so that ranks that fail because of it can say so too
 
 
-def run_rank(work: Any, folder: Path) -> None:
+def run_rank(work: Any, folder: Path, environment: Mapping[str, str]) -> None:
     """Call the function in this process."""
+    os.environ.update(environment)
     rank = os.environ["RANK"]
     _settle(folder, rank)
     try:
@@ -49,7 +48,8 @@ def _settle(folder: Path, rank: str) -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)  # a handler in Python would wait for the C code that the rank is stuck in
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves nothing behind
     sys.stdout, sys.stderr = (_stream(descriptor, folder / f"{name}-{rank}") for descriptor, name in _STREAMS)
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
@@ -109,6 +109,28 @@ def _leave(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
+@final
+class Output:
+    """What ranks have written, shown line by line behind their numbers."""
+
+    def __init__(self, folder: Path, nprocs: int) -> None:
+        files = [(rank, name, folder / f"{name}-{rank}") for rank in range(nprocs) for _, name in _STREAMS]
+        self._shown = dict.fromkeys(files, 0)
+
+    def show(self, *, rest: bool = False) -> None:
+        """Print what is new, whole lines only unless it is the `rest`."""
+        for (rank, name, path), start in self._shown.items():
+            if not path.exists() or path.stat().st_size == start:
+                continue
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read()
+            data = data if rest else data[: data.rfind(b"\n") + 1]
+            self._shown[rank, name, path] = start + len(data)
+            for line in data.decode(errors="replace").splitlines():
+                print(f"[rank {rank}] {line}", file=getattr(sys, name))
+
+
 def has_returned(folder: Path, rank: int) -> bool:
     """Whether the function has returned there."""
     return (folder / f"value-{rank}").exists()
@@ -120,15 +142,15 @@ def returned(folder: Path, rank: int) -> Any:
     return torch.load(data, map_location="cpu", weights_only=False)  # it comes from our own process
 
 
-def failure(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | None]") -> RuntimeError:
+def failure(folder: Path, nprocs: int, codes: Mapping[int, int]) -> RuntimeError:
     """The error for the caller: that of the rank that failed first, and what the others said of it."""
     found = [(rank, folder / f"error-{rank}") for rank in range(nprocs)]
     said: list[tuple[float, str, str, bytes | None, int]]
     said = sorted((*pickle.loads(path.read_bytes()), rank) for rank, path in found if path.exists())
     if not said:
-        return RuntimeError(f"launch: {_unsaid(folder, nprocs, failures)}")
-    silent = failures.keys() - {rank for *_, rank in said}
-    ended = [f"rank {rank} has ended by {_how(failures[rank])}" for rank in sorted(silent)]  # which others then miss
+        return RuntimeError(f"launch: {_unsaid(folder, nprocs, codes)}")
+    silent = codes.keys() - {rank for *_, rank in said}
+    ended = [f"rank {rank} has ended by {_how(codes[rank])}" for rank in sorted(silent)]  # which others then miss
     summary = "; then ".join(ended + [f"rank {rank} raised {what}" for _, what, _, _, rank in said])
     traces = "\n".join(f"In rank {rank} of {nprocs}:\n{lines}" for _, _, lines, _, rank in said)
     error = RuntimeError(f"launch: {summary}\n\n{traces.rstrip()}")
@@ -137,17 +159,17 @@ def failure(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | 
     return error
 
 
-def _how(info: "ProcessFailure | None") -> str:
-    if info is None:
+def _how(code: int) -> str:
+    if code == 0:
         return "itself without returning (os._exit?)"
-    return info.signal_name() if info.exitcode < 0 else f"exit code {info.exitcode}"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _unsaid(folder: Path, nprocs: int, failures: "Mapping[int, ProcessFailure | None]") -> str:
+def _unsaid(folder: Path, nprocs: int, codes: Mapping[int, int]) -> str:
     """About ranks that have ended in some other way than by an exception."""
     texts = []
-    for rank, info in failures.items():
-        how = _how(info)
+    for rank, code in codes.items():
+        how = _how(code)
         path = folder / f"stderr-{rank}"
         if not path.exists():
             how += " before it had begun: does the program's main module need `if __name__ == '__main__':`?"

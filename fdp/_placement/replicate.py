@@ -37,7 +37,8 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: 
         One tree a slot. A tensor that stands in several places of the tree stays one tensor.
 
     Raises:
-        ValueError: A device does not exist; on a mesh, the trees of the processes differ, and where.
+        ValueError: A device does not exist; with `check_values`, values differ.
+        RuntimeError: On a mesh, the trees of the processes differ, and where.
         TypeError: An object that holds tensors but is no tree.
     """
     peers = peers_of(devices)

@@ -1,7 +1,9 @@
 """The state of a training in files: a run that was killed goes on from the last one."""
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import EXCLUSIVE, fold_in, text_of
+from fdp._placement.slot import EXCLUSIVE, fold_in
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import load, newest, write
 from fdp.distributed._portable import pack, unpack
@@ -75,26 +77,18 @@ class Checkpoints:
             OSError: Process 0 could not write; the files before it are as they were. In the others a RuntimeError.
         """
         comm = self._wire()
-        wrong = None
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            wrong = ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
-        if comm is not None:
-            meet(comm, Tag("Checkpoints.save"), failure=wrong)()
-        if wrong is not None:
-            raise wrong
+        with _together(comm, "Checkpoints.save"):
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
         everybody = _from_all(comm, (step, _generator_states()))
         if len({other for other, _ in everybody}) > 1:
             raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
-        failure = None
-        if comm is None or comm.rank == comm.ranks[0]:
-            try:
+        with _together(comm, "Checkpoints.save", self._directory):
+            if comm is None or comm.rank == comm.ranks[0]:
                 state = pack(tree, "Checkpoints.save")
                 generators = [states for _, states in everybody]
                 whole = {"format": _FORMAT, "step": step, "generators": generators, **state}
                 write(self._directory, step, whole, self._keep)
-            except Exception as error:
-                failure = error
-        self._settle(comm, failure, "Checkpoints.save")
 
     def restore(self, like: Tree | None = None) -> tuple[int, Tree] | None:
         """What was saved last, and set torch's random generators as they were then. All processes call it.
@@ -115,15 +109,10 @@ class Checkpoints:
             OSError: Process 0 could not read. In the others a RuntimeError.
         """
         comm = self._wire()
-        if comm is not None:
-            meet(comm, Tag("Checkpoints.restore"))()
-        found = failure = None
-        if comm is None or comm.rank == comm.ranks[0]:
-            try:
+        found = None
+        with _together(comm, "Checkpoints.restore", self._directory):
+            if comm is None or comm.rank == comm.ranks[0]:
                 found = newest(self._directory)
-            except Exception as error:
-                failure = error
-        self._settle(comm, failure, "Checkpoints.restore")
         data = _from_first(comm, None if found is None else found[1])
         if data is None:
             return None
@@ -131,11 +120,7 @@ class Checkpoints:
         if state.get("format") != _FORMAT:
             raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
         tree = unpack(state, like, "Checkpoints.restore")
-        _set_generators(
-            state["generators"],
-            0 if comm is None else comm.ranks.index(comm.rank),
-            comm,
-        )
+        _set_generators(state["generators"], comm)
         return state["step"], tree
 
     def _wire(self) -> Any:
@@ -144,15 +129,20 @@ class Checkpoints:
         processes = None if self._mesh is None else self._mesh.processes
         return None if processes is None else processes.comm
 
-    def _settle(self, comm: Any, failure: Exception | None, where: str) -> None:
-        """All fail if the first one has."""
-        how = None if failure is None else f"{type(failure).__name__}: {text_of(failure)}"
-        said = _from_all(comm, how)[0]
-        if failure is not None:
-            failure.add_note(f"{where}: in {self._directory}")
-            raise failure
-        if said is not None:
-            raise RuntimeError(f"{where}: process 0 has raised {said}")
+
+@contextlib.contextmanager
+def _together(comm: Any, where: str, directory: Path | None = None) -> Iterator[None]:
+    """Meet the other processes at the end: what fails in one fails in all."""
+    try:
+        yield
+    except Exception as error:
+        if directory is not None:
+            error.add_note(f"{where}: in {directory}")
+        if comm is not None:
+            meet(comm, Tag(where), failure=error)()
+        raise
+    if comm is not None:
+        meet(comm, Tag(where))()
 
 
 def _from_all(comm: Any, value: Any) -> list[Any]:
@@ -183,19 +173,16 @@ def _generator_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_generators(saved: list[dict[str, torch.Tensor]], position: int, comm: Any) -> None:
+def _set_generators(saved: list[dict[str, torch.Tensor]], comm: Any) -> None:
+    position, count = (0, 1) if comm is None else (comm.position, len(comm.ranks))
     seed = int.from_bytes(hashlib.sha256(bytes_of(saved[0]["cpu"])).digest()[:8])
     torch.manual_seed(fold_in(seed, position))
-    if len(saved) != (1 if comm is None else len(comm.ranks)):
+    if len(saved) != count:
         return
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator, there = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     for name, state in saved[position].items():
         device = torch.device(name)
         if device.type == "cpu":
             torch.default_generator.set_state(state)
-        elif (
-            accelerator is not None
-            and device.type == accelerator.type
-            and device.index < torch.accelerator.device_count()
-        ):
+        elif accelerator is not None and device.type == accelerator.type and device.index < there:
             torch.get_device_module(device).set_rng_state(state, device.index)

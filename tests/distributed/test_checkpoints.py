@@ -263,10 +263,12 @@ def test_processes_save_and_restore_together(tmp_path):
     assert first[5] == second[5] == "ValueError: Checkpoints.save: the processes have different steps: [0, 1]"
     assert first[6].startswith("TypeError: Checkpoints.save: tree[0] is a object.")
     assert second[6].startswith(
-        "RuntimeError: Checkpoints.save: process 0 has raised TypeError: Checkpoints.save: tree[0]"
+        "RuntimeError: Checkpoints.save in process 1 fails: process 0 has raised TypeError: Checkpoints.save: tree[0]"
     )
     assert first[7].startswith("NotADirectoryError")
-    assert second[7].startswith("RuntimeError: Checkpoints.restore: process 0 has raised NotADirectoryError")
+    assert second[7].startswith(
+        "RuntimeError: Checkpoints.restore in process 1 fails: process 0 has raised NotADirectoryError"
+    )
     assert first[8] == second[8]
     assert "tree is a dict with keys ['w'] in the checkpoint" in first[8]
 

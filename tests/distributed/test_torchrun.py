@@ -282,7 +282,10 @@ def test_ranks_that_do_different_things_are_told_so():
         assert collectives.startswith(apart.format("psum", "pmax"))
         assert shapes.startswith("RuntimeError: psum: the processes do not fit together: float32[3] in process 0, fl")
         assert half.startswith(apart.format("psum", "the end of dp_apply"))
-        assert dtypes == "ValueError: replicate: tree['w'] is float64[3] in process 1, but float32[3] in process 0"
+        assert dtypes == (
+            "RuntimeError: replicate: the processes do not fit together: tree['w'] float32[3] in process 0, "
+            "tree['w'] float64[3] in process 1"
+        )
 
 
 def stalls(where: str) -> None:

@@ -1,15 +1,27 @@
 """The buffers of a module after its replicas have run."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fdp._placement.join import mean
 from fdp._placement.moves import copy, is_expanded, is_inexact
-from fdp.nn._copies import Names
-from fdp.nn._replicas import Lent
+from fdp.nn._replicate import Names
+
+Buffer = tuple[nn.Module, str, Any]
+"""The part of the user's module that has a buffer, its name there, and what a replica has in its place."""
+
+
+class Lent(Protocol):
+    """A replica, of which ids of buffers are those of copies."""
+
+    copy_of: dict[int, Tensor]
+
+    def buffers_now(self) -> Iterator[Buffer]:
+        """All buffers as they are now."""
+        ...
 
 
 def write_first(lent: Lent, device: torch.device) -> None:
@@ -17,7 +29,7 @@ def write_first(lent: Lent, device: torch.device) -> None:
 
     What was written in place is there already, unless the replica has copies.
     """
-    for part, key, value in lent.stand.buffers_now():
+    for part, key, value in lent.buffers_now():
         own = _own(part, key)
         if value is own or key not in part._buffers:  # what forward registers goes with the replica
             continue
@@ -35,7 +47,7 @@ def write_means(
     where: str,
 ) -> None:
     """Give the module the means over all replicas, but where they have what was `given`, by the id of the buffer."""
-    columns = [{(part, key): value for part, key, value in each.stand.buffers_now()} for each in lent]
+    columns = [{(part, key): value for part, key, value in each.buffers_now()} for each in lent]
     found: list[tuple[nn.Module, str, Tensor | None, bool]] = []
     for part, key in columns[0]:
         if key not in part._buffers:

@@ -2,7 +2,8 @@
 
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,15 +20,14 @@ REGISTRIES = frozenset(key for key, value in vars(nn.Module()).items() if isinst
 _NOT_IN_FORWARD = frozenset(key for key in REGISTRIES if "state_dict" in key)
 _BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 
-OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
-
 
 class Box(NamedTuple):
     """A mutable container and the clone's own: the `__dict__` of a module, one of its registries, a list attribute."""
 
     original: Any
-    seen: Any  # what was in it
-    clone: Any
+    seen: Any  # what was in it when it was last looked at
+    own: Any
+    idle: Any  # what is in the clone's own between calls
     path: str
 
 
@@ -42,9 +42,8 @@ class Walk:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.states: list[Box] = []
         self.registries: list[Box] = []
-        self.boxes: list[Box] = []
-        self.common: dict[int, Box] = {}  # those that module and clone share
-        self.slots: list[tuple[nn.Module, str, Box]] = []
+        self.containers: list[Box] = []
+        self.slots: list[tuple[nn.Module, str, Box]] = []  # registries of tensors, and whose
         self.tensors: dict[str, Tensor] = {}
         self.shared: list[Any] = []
         # Kept, but of no concern to forward. The properties of a parametrized module close over it.
@@ -59,7 +58,7 @@ class Walk:
 
     def _clone(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in ATOMS or id(value) in self.common:
+        if kind in ATOMS:
             return value
         if id(value) in self.clones:
             self.cyclic |= value is self._module
@@ -92,10 +91,11 @@ class Walk:
         clone = object.__new__(kind if plain else nn.Module)
         self.clones[id(module)] = clone
         self.modules.append((module, clone))
-        seen = vars(module).copy()
-        self.states.append(Box(vars(module), seen, vars(clone), path))
-        for key, value in seen.items():
-            vars(clone)[key] = self._clone_attribute(module, key, value, path)
+        idle: dict[str, Any] = {}
+        self.states.append(box := Box(vars(module), vars(module).copy(), clone, idle, path))
+        for key, value in box.seen.items():
+            idle[key] = self._clone_attribute(module, key, value, path)
+        vars(clone).update(idle)
         return clone
 
     def _clone_attribute(self, module: nn.Module, key: str, value: Any, path: str) -> Any:
@@ -109,49 +109,35 @@ class Walk:
         box = self._clone_box(value, path, self.registries)
         if key in ("_parameters", "_buffers"):
             self.slots.append((module, key, box))
-        return box.clone
+        return box.own
 
     def _clone_container(self, value: Any, path: str) -> Any:
-        box = self._clone_box(value, path, self.boxes)
-        if not self._shares or holds_parameters(path) or not same(box.clone, box.seen):
-            return box.clone
-        self.boxes.pop()  # those of what is in it have gone the same way
-        del self.clones[id(value)]
-        self.common[id(value)] = box
+        box = self._clone_box(value, path, self.containers)
+        if not self._shares or not same(box.idle, box.seen):
+            return box.own
+        self.containers.pop()  # those of what is in it have gone the same way
+        self.clones[id(value)] = value
         return value
 
     def _clone_box(self, value: Any, path: str, boxes: list[Box]) -> Box:
-        seen, clone = value.copy(), value.copy()
-        clone.clear()
-        self.clones[id(value)] = clone
+        seen = value.copy()  # at once: other threads may write to it
+        own, idle = seen.copy(), seen.copy()
+        own.clear()
+        self.clones[id(value)] = own
         if isinstance(value, defaultdict):
             self.shared.append(value.default_factory)
-        boxes.append(box := Box(value, seen, clone, path))
+        boxes.append(box := Box(value, seen, own, idle, path))
         if isinstance(seen, dict):
-            for key, item in seen.items():
-                clone[self._clone(key, path)] = self._clone(item, join_path(path, key))
+            refill(idle, {self._clone(k, path): self._clone(item, join_path(path, k)) for k, item in seen.items()})
         else:
-            refill(clone, [self._clone(item, join_path(path, i)) for i, item in enumerate(seen)])
+            refill(idle, [self._clone(item, join_path(path, i)) for i, item in enumerate(seen)])
+        refill(own, idle)
         return box
-
-    def fillable(self) -> list[tuple[Any, Any]]:
-        """Where clones hold common containers that a forward may fill: in modules, and in containers of the clone."""
-        found: list[tuple[Any, Any]] = []
-        for _, clone in self.modules:
-            own = {key: value for key, value in vars(clone).items() if key not in REGISTRIES | OF_PARAMETERS}
-            found += [(clone, key) for key, value in own.items() if self._holds_common(value)]
-        for box in self.boxes:
-            found += [(box.clone, key) for key, value in items(box.clone) if self._holds_common(value)]
-        return found
 
     def is_reached_from(self, values: list[Any]) -> bool:
         """Whether these may lead to a part of the module: to a module, or to a container that is more than settings."""
-        boxes = [*self.boxes, *self.common.values()]
-        own = self.clones.keys() | self.common.keys()
-        return bool(values) and may_lead_to(values, own - {id(box.original) for box in boxes if _is_setting(box.seen)})
-
-    def _holds_common(self, value: Any) -> bool:
-        return any(map(self._holds_common, value)) if type(value) is tuple else id(value) in self.common
+        settings = {id(box.original) for box in self.containers if is_setting(box.seen)}
+        return bool(values) and may_lead_to(values, self.clones.keys() - settings)
 
     def _share_classes(self) -> None:
         """What the user's own classes know is shared too."""
@@ -161,30 +147,31 @@ class Walk:
         self.shared += found
 
 
-def holds_parameters(path: str) -> bool:
-    """Whether the container at a path is one that a recurrent module fills with what is bound."""
-    return path.rpartition(".")[2] in OF_PARAMETERS
-
-
 def same(now: Any, before: Any) -> bool:
     """Whether two containers hold the same objects."""
     if len(now) != len(before):
         return False
     if isinstance(now, set):  # without an order
         return set(map(id, now)) == set(map(id, before))
-    return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
+    return all(map(is_, _entries([now]), _entries([before])))
 
 
-def has_gained_objects(now: Any, before: Any) -> bool:
-    """Whether a container has more than it had that is not made of numbers, strings and tensors alone."""
-    known = set(map(id, content(before)))
-    return not all(_is_plain(part) for part in content(now) if id(part) not in known)
+def all_same(now: list[Any], before: list[Any]) -> bool:
+    """Whether these containers hold the same objects as those, by C code."""
+    return list(map(len, now)) == list(map(len, before)) and (
+        all(map(is_, _entries(now), _entries(before))) or all(map(same, now, before))
+    )
 
 
-def _is_setting(value: Any) -> bool:
+def _entries(boxes: list[Any]) -> Iterator[Any]:
+    dicts = [box for box in boxes if isinstance(box, dict)]
+    return chain(chain.from_iterable(boxes), chain.from_iterable(map(dict.values, dicts)))
+
+
+def is_setting(value: Any) -> bool:
     """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
     if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        return len(value) > 0 and all(map(_is_setting, content(value)))
+        return len(value) > 0 and all(map(is_setting, content(value)))
     return type(value) in ATOMS
 
 
@@ -195,10 +182,19 @@ def items(box: Any) -> Iterable[tuple[Any, Any]]:
     return () if isinstance(box, set) else enumerate(box)
 
 
-def _is_plain(value: Any) -> bool:
-    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        return all(map(_is_plain, content(value)))
-    return type(value) in ATOMS or isinstance(value, Tensor)
+def translate(value: Any, table: Mapping[int, Any]) -> Any:
+    """The value with what the table has, by id, in place of what is in it."""
+    if id(value) in table:
+        return table[id(value)]
+    if type(value) is dict:
+        made = {translate(key, table): translate(item, table) for key, item in value.items()}
+        return value if same(made, value) else made
+    if type(value) in (list, tuple, set):
+        parts = [translate(item, table) for item in value]
+        return value if all(map(is_, parts, value)) else type(value)(parts)
+    if type(value) is types.MethodType and id(value.__self__) in table:
+        return types.MethodType(value.__func__, table[id(value.__self__)])
+    return value
 
 
 def refill(box: Any, content: Any) -> None:

@@ -17,8 +17,8 @@ from fdp._placement.partition import check_weights
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone, leave_alone
 from fdp.nn._device_ids import devices_of, index_of
-from fdp.nn._loan import Loan, current_loan, lending
 from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
+from fdp.nn._replicas import Loan, current_loan, lending
 from fdp.nn._replicate import replicate
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 from fdp.nn._sync_batch_norm import SyncBatchNorm
@@ -46,13 +46,11 @@ class DataParallel(nn.Module, Generic[M]):
 
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
-    A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
-    contents tell; the copies go with the first call that needs gradients, or with the wrapper.
-
     What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
-    lost. Unless they run in order, replicas have containers of their own until all are done. Then what each has
-    appended comes in the order of the slots, changes of an int add up, and of other values the last slot's stays.
-    Objects of other classes that the module holds are shared: pass `executor="sequential"` if forward writes to them.
+    lost. Replicas have containers of their own until all are done. Then what each has appended comes in the order of
+    the slots, also to lists that are new in a dict, changes of an int add up, and of other values the last slot's
+    stays. Objects of other classes that the module holds are shared: pass `executor="sequential"` if forward writes
+    to them.
 
     Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
     vary between runs.
@@ -153,7 +151,7 @@ class DataParallel(nn.Module, Generic[M]):
             self._check_placement(chain(self.module.parameters(), self.module.buffers()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
-        with lending(self.module, self, self._buffers_from) as loan:
+        with lending(self.module, self._buffers_from) as loan:
             self._check_placement(chain(loan.params.values(), loan.buffers.values()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             if not args and not keywords:
@@ -194,10 +192,11 @@ class DataParallel(nn.Module, Generic[M]):
         own = functools.partial(self.module)
         mark(own)
         meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
-        separated = loan.separate(replicas if executor != "sequential" else [])
         mode = Mode(executor, None, own, effects=meets, stays=True)
+        if executor == "sequential":
+            return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
-        separated.merge()
+        loan.merge(replicas)
         return outputs
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:

@@ -42,7 +42,7 @@ class Apply(Safe):
         module, pool = self._module, self._pool
         if torch.compiler.is_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
-        skeleton = take(pool, module, shares=False)
+        skeleton = take(pool, module)
         try:
             if skeleton.trusted and not torch_private.has_any_global_hook():
                 out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
@@ -144,7 +144,7 @@ def _apply_module(
 ) -> tuple[Any, Tensors]:
     with in_place():
         if not skeleton.is_current(module):  # another call in place may have been under way
-            skeleton = Skeleton(module, shares=False)
+            skeleton = Skeleton(module)
         _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
         bound = _with_copies(params, buffers, skeleton.slots.renormalised())
@@ -152,7 +152,7 @@ def _apply_module(
             out = call_in_place(module, bound, args, kwargs)
         finally:
             forget(skeleton.original_ids)
-            skeleton.restore()
+            skeleton.contents.restore()
             pool.append(skeleton)
         _check_versions(versions, skeleton.versions())
         _check_params(params, given)

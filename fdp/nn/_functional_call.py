@@ -125,9 +125,9 @@ def call_in_place(
         return module(*args, **kwargs)
 
 
-def take(pool: list[Skeleton], module: nn.Module, *, shares: bool = True) -> Skeleton:
+def take(pool: list[Skeleton], module: nn.Module) -> Skeleton:
     """A skeleton of the module as it is now, for this call alone."""
-    skeleton = _reusable(pool, module) or Skeleton(module, shares=shares)
+    skeleton = _reusable(pool, module) or Skeleton(module)
     if torch_private.is_parametrize_caching():
         be_alone()  # what `parametrize.cached()` keeps is one for all threads
         forget(skeleton.ids | skeleton.original_ids)

@@ -1,115 +1,28 @@
-"""The replicas of one call, on loan: each a module that computes with other tensors than the one it stands for."""
+"""The replicas of one call of a DataParallel, and what it knows of them, whichever of its methods are overridden."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, final
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from fdp._placement.moves import copy, is_expanded
-from fdp.nn._copies import Names, Tensors
-from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep
-from fdp.nn._replicate import as_replica, shallow
+from fdp._placement.partition import Partition
+from fdp._trees import torch_private
+from fdp.nn._buffers import Buffer, write_first, write_means
+from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
+from fdp.nn._replicate import Tensors, as_replica, check_replicable, copies_of, has_scripts, named_tensors, shallow
 from fdp.nn._stateless import Skeleton
-
-Buffer = tuple[nn.Module, str, Any]
-"""The part of the user's module that has a buffer, its name there, and what the replica has in its place."""
-
-
-class Stand(Protocol):
-    """A way to call a module with other tensors than its own."""
-
-    @property
-    def root(self) -> nn.Module:
-        """What is called."""
-        ...
-
-    def bind(self, tensors: Tensors) -> None:
-        """Put tensors under their names."""
-        ...
-
-    def buffers_now(self) -> Iterator[Buffer]:
-        """All buffers as they are now."""
-        ...
-
-    def lost(self) -> Sequence[str]:
-        """What forward has written to and the module does not get."""
-        ...
-
-    def end(self) -> None:
-        """Let go of the tensors."""
-        ...
-
-
-@final
-class Clone:
-    """A clone of the module, which serves later calls too."""
-
-    def __init__(self, module: nn.Module, skeleton: Skeleton) -> None:
-        self._module, self._skeleton, self.root = module, skeleton, skeleton.root
-        as_replica(skeleton)
-
-    @property
-    def skeleton(self) -> Skeleton:
-        """What makes the clone."""
-        return self._skeleton
-
-    def bind(self, tensors: Tensors) -> None:
-        self._skeleton.slots.bind(tensors)
-
-    def buffers_now(self) -> Iterator[Buffer]:
-        for part, clone in self._skeleton.pairs(self._module):
-            for key, value in clone._buffers.items():
-                yield part, key, value
-
-    def lost(self) -> Sequence[str]:
-        return self._skeleton.lost()
-
-    def end(self) -> None:
-        skeleton = self._skeleton
-        skeleton.translate(self._module)
-        del self.root, self._skeleton
-        if not is_held(skeleton):
-            keep(clear(skeleton), self._module)
-
-
-@final
-class CopiedModule:
-    """A copy part by part, for scripted modules: those of the C++ side cannot be bound twice."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.root: Any = None
-
-    def bind(self, tensors: Tensors) -> None:
-        self.root = shallow(self._module, tensors)
-
-    def buffers_now(self) -> Iterator[Buffer]:
-        for part, replica in zip(self._module.modules(), self.root.modules(), strict=True):
-            for key, value in replica._buffers.items():
-                yield part, key, value
-
-    def lost(self) -> Sequence[str]:
-        return ()
-
-    def end(self) -> None:
-        self.root = None
 
 
 @final
 class InPlace(nn.Module):
     """The module itself, with its tensors exchanged during each call: where a clone might lead back to it."""
 
-    def __init__(self, module: nn.Module, ids: frozenset[int]) -> None:
+    def __init__(self, module: nn.Module, tensors: Tensors, ids: frozenset[int]) -> None:
         super().__init__()
-        vars(self).update(_original=module, _ids=ids, _tensors={})  # not a child
-
-    @property
-    def root(self) -> nn.Module:
-        return self
-
-    def bind(self, tensors: Tensors) -> None:
-        vars(self)["_tensors"] = tensors
+        vars(self).update(_original=module, _ids=ids, _tensors=tensors)  # not a child
 
     def buffers_now(self) -> Iterator[Buffer]:
         original, tensors = vars(self)["_original"], vars(self)["_tensors"]
@@ -119,12 +32,6 @@ class InPlace(nn.Module):
                 value = tensors.get(names.get(id(buffer)))
                 if isinstance(value, Tensor):  # where forward has deleted a buffer, torch leaves a mark of its own
                     yield part, key, value
-
-    def lost(self) -> Sequence[str]:
-        return ()
-
-    def end(self) -> None:
-        vars(self)["_tensors"] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
         module: nn.Module = vars(self)["_original"]
@@ -139,23 +46,160 @@ class InPlace(nn.Module):
 
 
 @final
-class Lent:
-    """A replica with its tensors: the buffers of the module itself, or copies of them."""
+class Replica:
+    """A module that computes with other tensors than the one it stands for: those of its own, or copies.
 
-    def __init__(self, stand: Stand, params: Tensors, buffers: Tensors, device: torch.device, *, copied: bool) -> None:
-        self.stand, self.device = stand, device
-        names = Names(list(buffers))
-        own = {
-            name: copy(buffer, device, names, i, always=copied and not is_expanded(buffer))
-            for i, (name, buffer) in enumerate(buffers.items())
-        }
-        self.copy_of = {id(own[name]): buffer for name, buffer in buffers.items() if own[name] is not buffer}
-        self._alive = own  # as long as their ids are of use
-        stand.bind({**params, **own})
-        self.root = stand.root
+    It is a clone, which serves later calls too; where there are scripted modules, of which the C++ side cannot be bound
+    twice, a copy part by part; else the module in place.
+    """
+
+    def __init__(
+        self, module: nn.Module, params: Tensors, buffers: Tensors, copies: Tensors, made: Skeleton | frozenset[int]
+    ) -> None:
+        self._module, self._copies = module, copies  # alive as long as their ids are of use
+        self.copy_of = {id(copies[name]): own for name, own in buffers.items() if copies[name] is not own}
+        self.skeleton = made if isinstance(made, Skeleton) else None
+        if isinstance(made, Skeleton):
+            made.slots.bind({**params, **copies})
+            as_replica(made)
+            self.root = made.root
+        else:
+            tensors = {**params, **copies}
+            self.root = shallow(module, tensors) if has_scripts(module) else InPlace(module, tensors, made)
+
+    def buffers_now(self) -> Iterator[Buffer]:
+        """All buffers as they are now."""
+        if isinstance(self.root, InPlace):
+            yield from self.root.buffers_now()
+            return
+        own = self.skeleton
+        pairs = own.pairs(self._module) if own else zip(self._module.modules(), self.root.modules(), strict=True)
+        for part, replica in pairs:
+            for key, value in replica._buffers.items():
+                yield part, key, value
+
+    def write_back(self) -> None:
+        """Give the module what forward has put into lists, dicts and sets."""
+        if self.skeleton is not None:
+            self.skeleton.write_back(self._module)
+
+    def in_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replica with what is in the module's lists, dicts and sets by now."""
+        if self.skeleton is None:
+            return self.root(*args, **kwargs)
+        self.skeleton.catch_up(self._module)
+        try:
+            return self.root(*args, **kwargs)
+        finally:
+            self.skeleton.write_back(self._module)
 
     def end(self) -> None:
-        """If nobody else holds the replica, it serves the next call."""
-        del self.root
-        self._alive = {}
-        self.stand.end()
+        """Let go of the tensors. If nobody else holds the clone, it serves the next call."""
+        skeleton = self.skeleton
+        del self.root, self.skeleton, self._copies
+        if skeleton is not None and not is_held(skeleton):
+            keep(clear(skeleton), self._module)
+
+
+class Loan:
+    """The module's tensors, the plan, and the replicas that were made."""
+
+    def __init__(self, module: nn.Module, buffers: str) -> None:
+        self.module, self._takes = module, buffers
+        self.plan: Partition | None = None
+        self._replicas: dict[int, Replica] = {}  # by the id of what is called
+        first = take(pool_of(module), module)
+        self._spare = [first]
+        self._ids = first.original_ids
+        self._has_clones = first.trusted and not torch_private.has_any_global_hook()
+        own = first.slots.own() if first.trusted else named_tensors(module)
+        self.params = {name: own[name] for name in first.slots.params}
+        self.buffers = {name: own[name] for name in first.slots.buffers}
+
+    def replicate(self, devices: tuple[torch.device, ...]) -> list[nn.Module]:
+        """A replica for each device."""
+        tensors = [*self.params.values(), *self.buffers.values()]
+        check_replicable(self.module, tensors)
+        self._device = next((tensor.device for tensor in tensors), devices[0])
+        if self._takes == "mean":
+            self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
+        made: list[nn.Module] = []
+        for slot, device in enumerate(devices):
+            is_own = slot == 0 and device == self._device
+            params = self.params if is_own else copies_of(self.params, device)
+            buffers = copies_of(self.buffers, device, always=not is_own or self._takes == "mean")
+            replica = Replica(self.module, params, self.buffers, buffers, self._take())
+            self._replicas[id(replica.root)] = replica
+            made.append(replica.root)
+        return made
+
+    def _take(self) -> Skeleton | frozenset[int]:
+        if self._has_clones:
+            skeleton = self._spare.pop() if self._spare else take(pool_of(self.module), self.module)
+            if skeleton.trusted:
+                return skeleton
+            self._has_clones = False  # something has changed since the first
+        return self._ids
+
+    def may_use_threads(self, replicas: Sequence[nn.Module]) -> bool:
+        """Whether all of them are clones."""
+        return all(id(each) in self._replicas and self._replicas[id(each)].skeleton for each in replicas)
+
+    def in_turn(self, replicas: Sequence[nn.Module]) -> list[Callable[..., Any]]:
+        """How to call them one after the other: each finds in containers what those before it have put there."""
+        return [self._replicas[id(each)].in_turn if id(each) in self._replicas else each for each in replicas]
+
+    def merge(self, replicas: Sequence[nn.Module]) -> None:
+        """Put what replicas have put into their containers into those of the module, one replica after the other."""
+        for each in replicas:
+            if id(each) in self._replicas:
+                self._replicas[id(each)].write_back()
+
+    def write_back(self, replicas: Sequence[nn.Module], where: str) -> None:
+        """Give the module's buffers the values that the first replica has, or the mean over all."""
+        lent = [self._replicas[id(replica)] for replica in replicas if id(replica) in self._replicas]
+        if self._takes == "mean":
+            weights = self._weights(len(replicas))
+            if len(lent) < len(replicas) or weights is None:
+                raise ValueError(
+                    f"{where}: buffers='mean' needs replicas of its own replicate, and inputs with equal rows that its "
+                    "own scatter has split. Call those of the superclass, or pass buffers='first'"
+                )
+            write_means(lent, self._given, weights, self._device, where)
+        elif id(replicas[0]) in self._replicas:  # else somebody else's, who shares buffers or does not
+            write_first(lent[0], self._device)
+
+    def end(self) -> None:
+        """Let go of everything."""
+        while self._spare:
+            keep(self._spare.pop(), self.module)
+        while self._replicas:
+            self._replicas.popitem()[1].end()
+
+    def _weights(self, replicas: int) -> Sequence[int] | None:
+        """Rows of each replica, None if they are not known."""
+        sizes = None if self.plan is None else self.plan.sizes
+        if sizes is None or len(sizes) != replicas:
+            return (1,) if replicas == 1 else None
+        return sizes if any(sizes) else (1,) * replicas
+
+
+_LOAN: "contextvars.ContextVar[Loan | None]" = contextvars.ContextVar("fdp_loan", default=None)
+
+
+def current_loan(module: nn.Module) -> Loan | None:
+    """That of the call of a module that is under way."""
+    loan = _LOAN.get()
+    return loan if loan is not None and loan.module is module else None
+
+
+@contextlib.contextmanager
+def lending(module: nn.Module, buffers: str) -> Iterator[Loan]:
+    """A loan for a call, which ends with it."""
+    loan = Loan(module, buffers)
+    token = _LOAN.set(loan)
+    try:
+        yield loan
+    finally:
+        _LOAN.reset(token)
+        loan.end()

@@ -1,19 +1,29 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
-from fdp._placement.moves import copy
+from fdp._placement.moves import copy, is_expanded
 from fdp._trees.types import DeviceLike
-from fdp.nn._copies import Names, Tensors
 from fdp.nn._stateless import Skeleton
 
 M = TypeVar("M", bound=nn.Module)
+Tensors = dict[str, Tensor]
+
+
+class Names(NamedTuple):
+    """What the log of `transfers` calls the tensors of a module."""
+
+    names: Sequence[str]
+
+    def path(self, index: int, /) -> str:
+        """The name of a tensor."""
+        return f"module.{self.names[index]}"
 
 
 def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = False) -> list[M]:
@@ -49,12 +59,13 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
     check_replicable(network, named_tensors(network).values())
     slots = as_devices(chosen, "replicate")
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        return [_replica(network, tensors) for tensors in _tensors_on(network, slots)]
+        own = named_tensors(network)
+        return [_replica(network, copies_of(own, device, always=i > 0)) for i, device in enumerate(slots)]
 
 
 def _replica(module: M, tensors: Tensors) -> M:
     """A module of the same class with other tensors."""
-    skeleton = None if has_scripts(module) else Skeleton(module)
+    skeleton = None if has_scripts(module) else Skeleton(module, shares=True)
     if skeleton is None or not skeleton.trusted:
         return shallow(module, tensors)
     skeleton.slots.bind(tensors)
@@ -63,15 +74,13 @@ def _replica(module: M, tensors: Tensors) -> M:
     return root
 
 
-def _tensors_on(module: nn.Module, devices: tuple[torch.device, ...]) -> list[Tensors]:
-    """The module's own tensors, then copies of them for each further device."""
-    own = named_tensors(module)
-    names = Names(list(own))
-    copies = [
-        {name: copy(tensor, device, names, i, always=True) for i, (name, tensor) in enumerate(own.items())}
-        for device in devices[1:]
-    ]
-    return [{name: copy(tensor, devices[0], names, i) for i, (name, tensor) in enumerate(own.items())}, *copies]
+def copies_of(tensors: Tensors, device: torch.device, *, always: bool = True) -> Tensors:
+    """The tensors on a device; nobody can write to one that is expanded, so it serves there as it is."""
+    names = Names(list(tensors))
+    return {
+        name: copy(tensor, device, names, i, always=always and not is_expanded(tensor))
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
 
 
 def named_tensors(module: nn.Module) -> Tensors:

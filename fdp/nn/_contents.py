@@ -1,0 +1,171 @@
+"""The containers of a module beside those of its clone, with what was in both between calls."""
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from fdp._trees.untraced import leave_alone
+from fdp.nn._clone import REGISTRIES, Box, Walk, all_same, is_setting, refill, same, translate
+from fdp.nn._merge import merge
+from fdp.nn._reachable import ATOMS, content, of_library
+
+_set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
+_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
+
+
+@final
+class Contents:
+    """The attributes, registries and other containers of the modules of a walk.
+
+    Lists of them that C code can compare stand beside the boxes: most calls change nothing.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self._states, boxes = walk.states, [*walk.registries, *walk.containers]
+        registries, containers = ([box for box in each if box.seen] for each in (walk.registries, walk.containers))
+        self._boxes, self._empty = [*walk.states, *registries, *containers], [box for box in boxes if not box.seen]
+        self._containers = set(map(id, walk.containers))
+        self._in_library = [of_library(type(module).__module__) for module, _ in walk.modules]
+        self._expected = [self._expect(i) for i in range(len(self._boxes))]
+        self._now, self._nothing = [box.original for box in self._boxes], [box.original for box in self._empty]
+        self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
+        self._registries, self._quiet = [box.own for box in registries], [box.idle for box in registries]
+        self._blank, self._full = [box.own for box in self._empty], containers
+
+    def are_current(self) -> bool:
+        """Whether the module's are as they were. Identity is asked for where an `==` would take 1 for True."""
+        try:
+            return self._expected == self._now and not any(self._nothing)
+        except Exception:  # an `==` does not compare
+            return False
+
+    def take_over(self) -> dict[str, tuple[Any, Any]] | None:
+        """Have in the clone what is new in the module's: before and now by path, None if a clone cannot follow."""
+        if any(self._nothing):
+            return None
+        changes: dict[str, tuple[Any, Any]] = {}
+        for i, box in enumerate(self._boxes):
+            if same(box.original, box.seen):
+                continue
+            now = box.original.copy()  # other threads may write to it
+            if not _may_take_over(box.seen, now):
+                return None
+            changes[box.path] = box.seen.copy(), now
+            _follow(box, now, {})
+            self._expected[i] = self._expect(i)
+        return changes
+
+    def restore(self) -> None:
+        """Undo what a call of the module itself has written to the module's."""
+        for box in self._boxes + self._empty:
+            if not same(box.original, box.seen):
+                refill(box.original, box.seen)
+
+    def reset(self) -> None:
+        """Undo what a call of the clone has written to the clone's."""
+        any(map(_set_state, self._clones, map(dict.copy, self._attributes)))
+        # In registries there are modules, functions and the module's own tensors again: what is equal is the same.
+        untouched = self._registries == self._quiet and not any(self._blank)
+        if not (untouched and all(same(box.own, box.idle) for box in self._full)):
+            for box, own in self._both(attributes=True):
+                if not same(own, box.idle):
+                    refill(own, box.idle)
+
+    def write_back(self, originals: Mapping[int, Any], *, attributes: bool) -> bool:
+        """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?"""
+        plain = True
+        now = [*map(vars, self._clones), *self._registries, *(box.own for box in self._full)]
+        if any(self._blank) or not all_same(now, [box.idle for box in self._boxes]):
+            originals = {**originals, **{id(own): box.original for box, own in self._both(attributes=True)}}
+            for box, own in self._both(attributes=attributes):
+                if not same(own, box.idle) and box.path.rpartition(".")[2] not in _OF_PARAMETERS:
+                    now = _carry(own, originals, box.idle, box.seen)
+                    plain &= _are_plain(_not_in(box.seen, now))
+                    merge(box.original, box.seen, now)
+        return plain
+
+    def catch_up(self, clones: Mapping[int, Any]) -> None:
+        """Have in the clone's containers what has come into the module's since."""
+        clones = {**clones, **{id(box.original): own for box, own in self._both(attributes=True)}}
+        for box, own in self._both(attributes=False):
+            if not same(box.original, box.seen):
+                _follow(box, box.original.copy(), clones)
+                refill(own, box.idle)
+
+    def _both(self, *, attributes: bool) -> Iterator[tuple[Box, Any]]:
+        """Each box with the clone's container; without attributes and registries if only containers are asked for."""
+        if attributes:
+            yield from zip(self._states, map(vars, self._clones), strict=True)
+        for box in self._boxes[len(self._states) :] + self._empty:
+            if attributes or id(box) in self._containers:
+                yield box, box.own
+
+    def _expect(self, i: int) -> Any:
+        seen, is_state = self._boxes[i].seen, i < len(self._in_library)
+        if not isinstance(seen, dict):
+            return _Only(seen, same)
+        expected: Any = seen.copy()
+        for key, value in seen.items():
+            if not (is_state and key in REGISTRIES) and not _equal_is_same(value, is_state and self._in_library[i]):
+                expected[key] = _Only(value, is_)
+        return expected
+
+
+@final
+class _Only:
+    """Equals one object only, or containers that hold the same."""
+
+    __slots__ = ("_is", "_value")
+
+    def __init__(self, value: Any, is_same: Callable[[Any, Any], bool]) -> None:
+        self._value, self._is = value, is_same
+
+    def __eq__(self, other: object) -> bool:
+        return self._is(other, self._value)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _follow(box: Box, now: Any, clones: Mapping[int, Any]) -> None:
+    refill(box.idle, _carry(now, clones, box.seen, box.idle))
+    refill(box.seen, now)
+
+
+def _carry(held: Any, table: Mapping[int, Any], before: Any, after: Any) -> Any:
+    """What a container holds, by a table from one side to the other; what it held `before` is as it was `after`."""
+    if not isinstance(held, set):  # without an order
+        table = {**table, **dict(zip(map(id, content(before)), content(after), strict=True))}
+    if not isinstance(held, dict):
+        parts = [translate(value, table) for value in held]
+        return set(parts) if isinstance(held, set) else parts
+    skipped = {key: after[key] for key in _OF_PARAMETERS if key in after}
+    return {translate(key, table): translate(value, table) for key, value in held.items()} | skipped
+
+
+def _may_take_over(before: Any, now: Any) -> bool:
+    """Whether what has changed is made of numbers, strings and tensors alone, and a clone can follow."""
+    if is_setting(before) and not is_setting(now):
+        return False  # the module may share it with something that is shared with the clone
+    return _are_plain(_not_in(before, now) if isinstance(now, dict) else now) and _are_plain(_not_in(now, before))
+
+
+def _not_in(known: Any, box: Any) -> list[Any]:
+    """What one container has and another has not."""
+    ids = set(map(id, content(known)))
+    return [value for value in content(box) if id(value) not in ids]
+
+
+def _are_plain(values: Any) -> bool:
+    return all(type(value) in ATOMS or isinstance(value, Tensor) for value in values)
+
+
+def _equal_is_same(value: Any, in_library: bool) -> bool:
+    """Whether what equals the value can only be the value, or for the code of a library might as well be."""
+    if in_library and (type(value) in ATOMS or type(value) is tuple):
+        return True
+    return isinstance(value, str) or type(value).__eq__ is object.__eq__
+
+
+leave_alone(globals())

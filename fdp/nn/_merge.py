@@ -1,0 +1,55 @@
+"""What several calls have done to copies of a list, dict or set, done to itself."""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from fdp.nn._clone import refill, same
+
+_KINDS = frozenset({dict, OrderedDict, defaultdict, list, deque, set})
+
+
+def merge(box: Any, before: Any, now: Any) -> None:
+    if same(now, before):
+        return
+    if isinstance(box, set):
+        box -= before - now
+        box |= now - before
+    elif isinstance(box, dict):
+        for key in before.keys() - now.keys():
+            box.pop(key, None)
+        starts = getattr(before, "default_factory", None) is int
+        _update(box, dict(before), now, 0 if starts else None)
+    elif (added := _appended(before, now)) is not None:
+        box.extend(added)
+    elif len(before) == len(now) == len(box):
+        _update(box, dict(enumerate(before)), dict(enumerate(now)), None)
+    else:
+        refill(box, now)
+
+
+def _update(box: Any, before: Mapping[Any, Any], now: Mapping[Any, Any], start: Any) -> None:
+    """Set what has changed. Integers count, and so add up; of other values the last one stays."""
+    for key, value in now.items():
+        old = before.get(key, start)
+        if key in before and old is value:
+            continue
+        current = box.get(key, start) if isinstance(box, dict) else box[key]
+        if type(value) is type(old) is type(current) is int:
+            box[key] = current + value - old
+        elif key not in before and type(value) is type(current) and type(value) in _KINDS and value is not current:
+            merge(current, type(current)(), value)  # another replica has begun it
+        else:
+            box[key] = value
+
+
+def _appended(before: Any, now: Sequence[Any]) -> Sequence[Any] | None:
+    """What was put behind what was there, None if something else was done. A deque that is full loses its first."""
+    held = list(before)
+    if len(now) >= len(held) and all(map(is_, held, now)):
+        return now[len(held) :]
+    if isinstance(before, deque) and len(now) == before.maxlen:
+        gone = next(i for i in range(len(held) + 1) if all(map(is_, held[i:], now)))
+        return now[len(held) - gone :]
+    return None

@@ -103,12 +103,12 @@ class Gradients:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
         for held, home in self._held():
             wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
-            held[:] = [held[0].to(wide) if held else torch.zeros_like(home, dtype=wide)]
+            held[:] = [held[0].to(wide) if held else torch.zeros_like(home, dtype=wide, device=self._device)]
         return [held[0] for held, _ in self._held()]
 
     def zeros(self) -> list[torch.Tensor]:
         """Tensors like these sums."""
-        return [torch.zeros_like(home, dtype=accumulator(home.dtype)) for _, home in self._held()]
+        return [torch.zeros_like(home, dtype=accumulator(home.dtype), device=self._device) for _, home in self._held()]
 
     def ours(self) -> list[bool]:
         """Which of them nobody else refers to, so that they may be written to."""

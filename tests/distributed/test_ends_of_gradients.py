@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import fdp
+from fdp._placement.split import flatten_args, plan_args
+from fdp._transforms.accumulate import Gradients
 from tests.distributed.pool import Failure, Pool
 
 
@@ -89,3 +91,11 @@ def test_the_first_step_has_as_few_messages_as_later_ones(two: Pool):
     for meets in (False, True):  # beside those of the collective, in the thread of its slot
         for found in two(operations_of_a_step, 1, meets):
             assert found == ["gloo:all_gather"] * 2 + ["gloo:all_reduce"]
+
+
+def test_gradients_that_a_process_does_not_have_are_where_those_of_others_are():
+    """Sums are packed by device: on another one they would not be those of the other processes."""
+    flats = flatten_args([("args[0]", torch.ones(3), None, "in_dims")], "grad")
+    plan = plan_args(flats, fdp.virtual_devices(1), None, "grad")[1]
+    gradients = Gradients(flats, plan, torch.device("meta"))
+    assert [x.device.type for x in (*gradients.zeros(), *gradients.sums())] == ["meta"] * 2

@@ -5,9 +5,8 @@ import contextlib
 import sys
 from typing import Any
 
-from fdp._command._loading import Name, described
+from fdp._command._loading import DEFAULT, FORM, Name, Samples, described, load_samples
 from fdp._command._results import Unusable, add_devices, chosen_devices, line, print_document
-from fdp._command._samples import DEFAULT, FORM, Samples, load_samples
 from fdp.testing._assertions import assert_data_parallel
 from fdp.testing._case import WHERE
 

@@ -17,7 +17,8 @@ def check_devices(devices: Sequence[torch.device]) -> Result:
     known = {str(device): properties(device) for device in different}
     wrong = {str(device): text for device in different if (text := _wrong(device)) is not None}
     lines = [f"{name}: {described(each)}" for name, each in known.items()]
-    summary = f"{len(devices)} slot{'s' * (len(devices) > 1)} on {_named(different)}"
+    named = ", ".join(map(str, different)) if len(different) <= 4 else f"{len(different)} devices"
+    summary = f"{len(devices)} slot{'s' * (len(devices) > 1)} on {named}"
     details = {"slots": [str(device) for device in devices], "devices": known}
     if not wrong:
         return Result("devices", "ok", summary, lines=lines, details=details)
@@ -29,21 +30,15 @@ def check_devices(devices: Sequence[torch.device]) -> Result:
 def properties(device: torch.device) -> dict[str, Any]:
     """What torch knows of a device: under `name`, `memory` in bytes, `cores`, and for CUDA `capability`."""
     if device.type == "cpu":
-        return {"name": _processor(), "memory": _memory(), "cores": cores()}
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        capability = f"{found.major}.{found.minor}"
-        counts = {"cores": found.multi_processor_count, "capability": capability}
-        return {"name": found.name, "memory": found.total_memory} | counts
-    # Other backends have some of it, under names of their own.
+        name = torch.backends.cpu.get_cpu_capability() + " CPU"
+        return {"name": name, "memory": _memory(), "cores": cores()}
+    # Other backends have some of what CUDA has, under names of their own.
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
     found = None if ask is None else ask(device)
-    name = getattr(found, "name", device.type)
-    return {
-        "name": name,
-        "memory": getattr(found, "total_memory", None),
-        "cores": getattr(found, "max_compute_units", None),
-    }
+    count = getattr(found, "multi_processor_count", getattr(found, "max_compute_units", None))
+    name, memory = getattr(found, "name", device.type), getattr(found, "total_memory", None)
+    known = {"name": name, "memory": memory, "cores": count}
+    return known | ({"capability": f"{found.major}.{found.minor}"} if device.type == "cuda" and found else {})
 
 
 def described(known: dict[str, Any]) -> str:
@@ -82,14 +77,6 @@ def _wrong(device: torch.device) -> str | None:
     except RuntimeError as error:
         return f"cannot compute: {str(error).splitlines()[0]}"
     return None if torch.equal(found, (factor @ factor).float()) else "a product of matrices is wrong"
-
-
-def _named(devices: Sequence[torch.device]) -> str:
-    return ", ".join(map(str, devices)) if len(devices) <= 4 else f"{len(devices)} devices"
-
-
-def _processor() -> str:
-    return torch.backends.cpu.get_cpu_capability() + " CPU"
 
 
 def _memory() -> int | None:

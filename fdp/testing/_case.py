@@ -91,16 +91,12 @@ class Case(NamedTuple):
             return Run(arguments, self._named(out))
         step = value_and_grad(
             self.fn,
-            has_aux=self.loss.has_aux,
             devices=devices,
             in_dims=(None, *self.sample.in_dims),
             kwarg_dims=self.sample.kwarg_dims,
-            reduction=self.loss.reduction,
-            count=self.loss.count,
-            aux_dims=self.loss.aux_dims,
-            aux_weight=self.loss.aux_weight,
             weights=weights,
             executor=executor,
+            **vars(self.loss),
         )
         out, grads = step(arguments.params, *arguments.inputs, **arguments.kwargs)
         return Run(arguments, self._named(out), grads)

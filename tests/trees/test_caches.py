@@ -125,3 +125,33 @@ def test_an_object_that_is_no_iterable_is_refused():
 
     with pytest.raises(TypeError, match=r"DataParallel: output\[1\] is a Layer, which holds tensors"):
         DataParallel(Plain(), CPUS)(numbers(7, 6, 4))
+
+
+def test_tensors_that_are_one_in_some_replicas_only():
+    class Sharing(Model):
+        def forward(self, x: Tensor, past: Any = None, *, use_cache: bool = True) -> Output:
+            out = super().forward(x)
+            if len(x) < 3:
+                out.hidden.layers[1].keys = out.hidden.layers[0].keys.clone()
+            return out
+
+    with pytest.raises(ValueError, match=r"the Cache in the output cannot be joined: \.layers\[1\]\.keys is"):
+        DataParallel(Sharing(), CPUS)(numbers(7, 6, 4))
+
+
+def test_a_cache_that_is_a_dict_with_attributes():
+    class Kept(dict):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(parts)
+            self.last = parts["keys"]
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([self.last])
+
+    class Keeping(Model):
+        def forward(self, x: Tensor, past: Any = None, *, use_cache: bool = True) -> Any:
+            return Kept(keys=self.qkv(x))
+
+    module, x = Keeping(), numbers(7, 6, 4)
+    got = DataParallel(module, CPUS)(x)
+    assert_close_tree([got.last, dict.__getitem__(got, "keys")], [module.qkv(x)] * 2)

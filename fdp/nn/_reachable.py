@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import gc
 import logging
 import re
 import sys
@@ -9,7 +10,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from enum import Enum
 from typing import Any
 
@@ -31,6 +32,9 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.Me
 _ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set, frozenset, deque)
+_KNOWN = frozenset({types.BuiltinFunctionType, types.MethodType, types.CellType, types.SimpleNamespace}) | frozenset(
+    {functools.partial, property, staticmethod, classmethod}
+)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 LruCache = type(functools.lru_cache(len))
@@ -57,14 +61,17 @@ def may_lead_to(starts: Iterable[Any], targets: Container[int]) -> bool:
 def _parts(value: Any) -> Iterable[Any] | None:
     """What a value leads to, None if that is not known."""
     kind = type(value)
-    if kind in _PARTS:
-        return _PARTS[kind](value)
-    if isinstance(value, _CONTAINERS):
-        held = content(value)
-        return held if kind in _CONTAINERS else [*held, getattr(value, "default_factory", None), *_attributes(value)]
+    if kind is types.FunctionType:
+        return _of_function(value)
+    if kind is weakref.ref:
+        return (value(),)
+    if kind is LruCache:
+        return (vars(value),)
     if kind.__module__.partition(".")[0] == "numpy":
         return None if getattr(getattr(value, "dtype", None), "hasobject", False) else ()
-    return _attributes(value) if _is_plain(kind) else None
+    if kind in _KNOWN or isinstance(value, _CONTAINERS) or _is_plain(kind):
+        return [*gc.get_referents(value), *members(kind)]
+    return None
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any] | None:
@@ -86,45 +93,13 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inside)
 
 
-def _of_cell(cell: types.CellType) -> Iterable[Any]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # empty
-        return ()
-
-
-_PARTS: dict[type, Callable[[Any], Iterable[Any] | None]] = {
-    types.FunctionType: _of_function,
-    types.BuiltinFunctionType: lambda function: (function.__self__,),
-    types.MethodType: lambda method: (method.__self__, method.__func__),
-    types.CellType: _of_cell,
-    types.SimpleNamespace: lambda value: (vars(value),),
-    weakref.ref: lambda ref: (ref(),),
-    functools.partial: lambda partial: (partial.func, partial.args, partial.keywords, vars(partial)),
-    LruCache: lambda cached: (vars(cached),),
-    property: lambda made: (made.fget,),
-    staticmethod: lambda made: (made.__func__,),
-    classmethod: lambda made: (made.__func__,),
-}
-
-
 def _is_plain(kind: type) -> bool:
     """Whether instances of a class have nothing but attributes: no base is written in C."""
-    words = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    slots = [made for cls in kind.__mro__ if vars(cls).get("__slots__") for made in vars(cls).values()]
+    words = sum(isinstance(made, types.MemberDescriptorType) for made in slots)
+    words += (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     in_python = all(cls.__flags__ & _MADE_BY_CLASS for cls in kind.__mro__[:-1])
     return in_python and kind.__basicsize__ == object.__basicsize__ + words * tuple.__itemsize__
-
-
-def _attributes(value: Any) -> list[Any]:
-    """What a value has in its `__dict__`, its slots and its class."""
-    kind = type(value)
-    held = [getattr(value, name, None) for name in _slots(kind)]
-    return [getattr(value, "__dict__", None), *held, *members(kind)]
-
-
-def _slots(kind: type) -> list[str]:
-    found = [item for cls in kind.__mro__ if vars(cls).get("__slots__") for item in vars(cls).items()]
-    return [name for name, made in found if isinstance(made, types.MemberDescriptorType)]
 
 
 def members(kind: type) -> list[Any]:

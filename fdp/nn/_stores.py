@@ -123,19 +123,17 @@ def _columns(values: Sequence[Any], path: str, seen: set[tuple[int, ...]]) -> It
     if key in seen:
         return
     seen.add(key)
-    insides = [_inside(value) for value in values]
+    insides = [inside for value in values if (inside := _inside(value)) is not None]
     shared = len(values) > 1 and all(value is first for value in values)
-    if shared or insides[0] is None or any(type(value) is not type(first) for value in values):
+    if shared or len(insides) < len(values) or any(type(value) is not type(first) for value in values):
         yield path, values
         return
-    steps = [[step for step, _ in inside or ()] for inside in insides]
+    steps = [[step for step, _ in inside] for inside in insides]
     if any(each != steps[0] for each in steps):
         yield path, steps
         return
-    for step, *parts in (
-        (pairs[0][0], *(part for _, part in pairs)) for pairs in zip(*map(list, insides), strict=True)
-    ):
-        yield from _columns(parts, path + step, seen)
+    for i, step in enumerate(steps[0]):
+        yield from _columns([inside[i][1] for inside in insides], path + step, seen)
 
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:

@@ -39,9 +39,10 @@ test: $(READY)  ## tests, property tests with few examples, doctests and the cod
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS); first=$$?; \
 	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest --numprocesses auto tests/accelerator property_tests && exit $$first
 
-test-deep: $(READY)  ## property tests with many examples
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS); first=$$?; \
-	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS) && exit $$first
+test-deep: $(READY)  ## property tests with many examples, and tests marked `deep`
+	$(BIN)/python -m pytest -m deep tests $(ARGS); marked=$$?; \
+	  HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS); first=$$?; \
+	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS) && exit $$((marked | first))
 
 # Every page anew: Sphinx warns only of those that it reads, and a second run would pass.
 docs: $(READY)  ## the site, into build/docs; warnings are errors

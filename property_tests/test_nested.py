@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,7 +31,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25)
 @given(cases(), st.booleans())
 def test_nested_calls_are_one_computation(case: Case, runs_again: bool):
     x = torch.rand(2 * torch.Size(case.counts).numel(), dtype=torch.float64).requires_grad_()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
+from tests.common.depth import thinned
 from tests.common.threads import side_by_side, within
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -27,8 +28,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdp._execution.scheduler.PATIENCE", 0.3)
 
 
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_a_slot_that_never_comes(name: str, slot: int, impatient: None):
     done = threading.Event()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
+from tests.common.depth import thinned
 from tests.common.threads import within
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -22,8 +23,7 @@ each_run = pytest.mark.parametrize("known", [False, True], ids=["first-run", "kn
 
 @each_run
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_raises(name: str, slot: int, executor: Any, known: bool):
     raised: list[OddError] = []
 
@@ -45,8 +45,7 @@ def test_one_raises(name: str, slot: int, executor: Any, known: bool):
 
 
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_raises_afterwards(name: str, slot: int, executor: Any):
     """Between two collectives."""
 
@@ -63,8 +62,7 @@ def test_one_raises_afterwards(name: str, slot: int, executor: Any):
 
 @each_run
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_returns_early(name: str, slot: int, executor: Any, known: bool):
     def fn(i: int, x: Tensor) -> Tensor:
         return x if i == slot else COLLECTIVES[name](argument(x))
@@ -76,8 +74,7 @@ def test_one_returns_early(name: str, slot: int, executor: Any, known: bool):
 
 @first_run
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_calls_another(name: str, slot: int, executor: Any, known: bool):
     other = "all_gather" if name != "all_gather" else "psum"
 
@@ -93,8 +90,7 @@ def test_one_calls_another(name: str, slot: int, executor: Any, known: bool):
 
 @first_run
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_has_another_shape(name: str, slot: int, executor: Any, known: bool):
     def fn(i: int, x: Tensor) -> Tensor:
         value = argument(x)
@@ -106,8 +102,7 @@ def test_one_has_another_shape(name: str, slot: int, executor: Any, known: bool)
 
 
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_one_calls_once_more(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         for _ in range(1 + (i == slot)):

@@ -11,6 +11,7 @@ from torch import Tensor
 import fdp
 from fdp._execution import function_traits
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
+from tests.common.depth import thinned
 from tests.common.threads import within
 
 LINEAR = [name for name in COLLECTIVES if name not in ("pmax", "pmin")]
@@ -21,8 +22,7 @@ each_linear = pytest.mark.parametrize("name", LINEAR)
 
 
 @each_executor
-@each_slot
-@each_linear
+@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
 def test_one_raises_in_an_outside_backward(name: str, slot: int, executor: Any):
     raised: list[OddError] = []
 
@@ -45,8 +45,7 @@ def test_one_raises_in_an_outside_backward(name: str, slot: int, executor: Any):
 
 
 @each_executor
-@each_slot
-@each_linear
+@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
 def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
     error = OddError("wrong")
 
@@ -67,8 +66,7 @@ def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
 
 
 @each_executor
-@each_slot
-@each_linear
+@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
 def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         own = x.detach().requires_grad_()
@@ -81,8 +79,7 @@ def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
 
 
 @each_executor
-@each_slot
-@each_linear
+@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
 def test_one_calls_a_collective_meanwhile(name: str, slot: int, executor: Any):
     """One is in its backward while the others are in a forward."""
 
@@ -161,8 +158,7 @@ def test_a_second_backward_after_one_that_failed(executor: Any):
 
 @first_run
 @each_executor
-@each_slot
-@each_name
+@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
 def test_an_interrupt(name: str, slot: int, executor: Any, known: bool):
     error = KeyboardInterrupt()
 

@@ -16,10 +16,10 @@ from tests.collectives.cases import (
     X,
     cotangents,
     each_case,
-    each_count,
     local,
     plain,
     product,
+    some_counts,
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
@@ -78,7 +78,7 @@ def test_inside(case: Case, inside: Callable[..., Tensor], n: int, executor: Any
 
 
 @each_executor
-@each_count
+@some_counts
 @each_case
 def test_value_and_grad(case: Case, n: int, executor: Any):
     def loss(w: Tensor, x: Tensor) -> Tensor:

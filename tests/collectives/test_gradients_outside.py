@@ -14,12 +14,12 @@ from tests.collectives.cases import (
     X,
     cotangents,
     each_case,
-    each_count,
     filled,
     leaves,
     mapped,
     plain,
     product,
+    some_counts,
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
@@ -28,7 +28,7 @@ each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 @each_executor
-@each_count
+@some_counts
 @each_case
 def test_backward(case: Case, n: int, executor: str):
     found, wanted = leaves(), leaves()
@@ -40,7 +40,7 @@ def test_backward(case: Case, n: int, executor: str):
 
 
 @each_executor
-@each_count
+@some_counts
 @each_case
 def test_adjoint(case: Case, n: int, executor: Any):
     fn = mapped(case, n, executor if executor == "sequential" else "auto")

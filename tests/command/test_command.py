@@ -18,6 +18,7 @@ import torch
 import fdp
 from fdp._command import _balance, _copies, _doctor, _hardware, _loopback, _versions, run
 from fdp._command._results import Result
+from tests.common.threads import many_cores
 
 ROOT = Path(__file__).parents[2]
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -86,7 +87,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_doctor, "diagnose", interrupted)
+    monkeypatch.setattr(os, "cpu_count", interrupted)
     assert command("doctor") == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -129,11 +130,11 @@ def test_plain_unless_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 # ---- doctor
 
 
-def test_doctor_here():
-    done = python("-m", "fdp", "doctor", "--json", "--virtual", "3")
-    report = json.loads(done.stdout)
+def test_doctor_here(capsys: pytest.CaptureFixture[str]):
+    code = command("doctor", "--json", "--virtual", "3")
+    report = json.loads(capsys.readouterr().out)
     assert [check["name"] for check in report["checks"]] == list(_doctor.checks_of([CPU], ""))
-    assert done.returncode == (report["status"] == "failed")
+    assert code == (report["status"] == "failed")
     assert report["fdp"] == fdp.__version__
     for check in report["checks"]:
         assert check["status"] in ("ok", "warning"), check
@@ -249,8 +250,8 @@ def test_threads(monkeypatch: pytest.MonkeyPatch):
     assert result.details["torch_threads"] == torch.get_num_threads()
     assert f"torch uses {torch.get_num_threads()} threads on " in result.summary
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(_hardware, "cores", lambda: 2)
-    result = _hardware.check_threads()
+    with many_cores(2):
+        result = _hardware.check_threads()
     assert (result.status, result.advice) == (
         "warning",
         "more threads than cores slow torch down: set OMP_NUM_THREADS=2",

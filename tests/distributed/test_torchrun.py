@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -106,13 +106,14 @@ class Torchrun:
 EXAMPLE = ROOT / "examples" / "digits_mesh.py"
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
     for package in ("matplotlib", "rich", "sklearn"):
         pytest.importorskip(package)
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     before = torch.get_num_threads()
-    yield importlib.import_module("digits_mesh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE.parent))
+        yield importlib.import_module("digits_mesh")
     torch.set_num_threads(before)
 
 
@@ -130,44 +131,58 @@ def cut_newest(directory: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:-1000])
 
 
-def test_the_same_losses_at_three_scales(example: Any, tmp_path: Path):
-    options = ["--epochs", "2", "--losses"]
-    with Torchrun(EXAMPLE, "--devices", "2", *options, tmp_path / "torchrun") as torchrun:
-        assert example.main([*options, str(tmp_path / "one")]) == 0
-        assert example.main(["--devices", "4", *options, str(tmp_path / "four")]) == 0
-        status, out = torchrun.end()
-    assert status == 0, out
-    assert out.count("Mesh(process 0 of 2, 2 slots on cpu x 2)") == 1
-    one = losses(tmp_path / "one")
-    assert len(one) == 30
-    assert one[-1] < 0.1 * one[0]
-    assert losses(tmp_path / "four") == pytest.approx(one, rel=0, abs=SAME)
-    assert losses(tmp_path / "torchrun") == pytest.approx(one, rel=0, abs=SAME)
+class Run(NamedTuple):
+    """What a run under torchrun has printed, and its losses."""
+
+    out: str
+    losses: list[float]
 
 
-def test_a_run_whose_rank_is_killed_ends_as_if_nothing_had_happened(example: Any, tmp_path: Path):
-    """It begins with what another run left behind, of which the newest checkpoint has been cut short."""
-    directory = tmp_path / "checkpoints"
+@pytest.fixture(scope="module")
+def one(example: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one device."""
+    path = tmp_path_factory.mktemp("one") / "losses"
+    assert example.main(["--epochs", "3", "--losses", str(path)]) == 0
+    return losses(path)
+
+
+@pytest.fixture(scope="module")
+def killed(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two processes with two slots each, of which one is killed.
+
+    They begin with what another run left behind, of which the newest checkpoint has been cut short.
+    """
+    directory = tmp_path_factory.mktemp("killed")
     options = ["--every", "5", "--checkpoints", str(directory)]
     assert example.main(["--epochs", "1", *options]) == 0
     assert steps(directory) == [10, 15]
     cut_newest(directory)
 
-    options += ["--epochs", "3", "--losses", str(tmp_path / "killed")]
-    with Torchrun(EXAMPLE, "--devices", "1", *options, restarts=2) as torchrun:
+    options += ["--epochs", "3", "--losses", str(directory / "losses")]
+    with Torchrun(EXAMPLE, "--devices", "2", *options, restarts=2) as torchrun:
         torchrun.until(lambda: max(steps(directory)) >= 20)
         torchrun.kill(0)  # the one that writes the checkpoints
-        assert example.main(["--epochs", "3", "--losses", str(tmp_path / "undisturbed")]) == 0
         status, out = torchrun.end()
     assert status == 0, out
-    assert "is damaged or cut short: trying the one before" in out
-    begun = [int(step) for step in re.findall(r"going on from step (\d+)", out)]
+    return Run(out, losses(directory / "losses"))
+
+
+def test_the_same_losses_at_three_scales(example: Any, killed: Run, one: list[float], tmp_path: Path):
+    assert example.main(["--devices", "4", "--epochs", "3", "--losses", str(tmp_path / "four")]) == 0
+    assert killed.out.count("Mesh(process 0 of 2, 2 slots on cpu x 2)") == 2  # once, and once after the restart
+    assert len(one) == 45
+    assert one[-1] < 0.1 * one[0]
+    assert losses(tmp_path / "four") == pytest.approx(one, rel=0, abs=SAME)
+    assert killed.losses == pytest.approx(one, rel=0, abs=SAME)
+
+
+def test_a_run_whose_rank_is_killed_ends_as_if_nothing_had_happened(killed: Run, one: list[float]):
+    assert "is damaged or cut short: trying the one before" in killed.out
+    begun = [int(step) for step in re.findall(r"going on from step (\d+)", killed.out)]
     assert begun[0] == 10
     assert begun[1] >= 20
     assert len(begun) == 2
-    undisturbed = losses(tmp_path / "undisturbed")
-    assert len(undisturbed) == 45
-    assert losses(tmp_path / "killed") == pytest.approx(undisturbed, rel=0, abs=SAME)
+    assert killed.losses == pytest.approx(one, rel=0, abs=SAME)
 
 
 def test_a_run_goes_on_in_another_number_of_processes(example: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -220,6 +235,7 @@ with fdp.distributed.init(timeout=60) as mesh:
 """
 
 
+@pytest.mark.deep
 def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
@@ -270,6 +286,22 @@ def disagree() -> list[str]:
         ]
         assert apply_total(mesh) == 8  # they are in step again
         return found
+
+
+def raises() -> str:
+    def work(_: None, x: torch.Tensor) -> torch.Tensor:
+        if mesh.rank == 1:
+            raise ValueError("this one")
+        return x.sum()
+
+    with init(timeout=30) as mesh:
+        return said(lambda: fdp.dp_apply(work, None, torch.ones(4), mesh, out_dims="sum"))
+
+
+def test_when_a_rank_raises_the_others_are_told_why():
+    first, second = launch(raises, 2, timeout=30, start_method="fork")
+    assert re.search(r"RuntimeError: .*dp_apply.* in process 0 fails: process 1 has raised ValueError: this one", first)
+    assert second == "ValueError: this one"
 
 
 def test_ranks_that_do_different_things_are_told_so():

@@ -436,8 +436,8 @@ def test_interrupts_at_any_moment():
         disturber = threading.Thread(target=disturb)
         disturber.start()
         wrong = interrupted = done = 0
-        end = time.monotonic() + 6
-        while time.monotonic() < end:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and min(interrupted, done) < 200:
             try:
                 armed = True
                 wrong += not torch.equal(call(), w * x)

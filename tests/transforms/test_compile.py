@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.containers import Batch, KnownToTorch, Output, Point
+from tests.common.depth import deep
 from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)  # tracing takes its time for each
@@ -136,7 +137,14 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+RARE = [
+    *(f"dp_apply-{rare}" for rare in ("several", "function-dims", "attribute", "dataclass", "namedtuple", "weights")),
+    *(f"value_and_grad-{rare}" for rare in ("weights", "prefix", "dataclass", "argnums", "sum", "count")),
+    "grad_and_value",
+]
+
+
+@pytest.mark.parametrize("name", deep(CALLS, RARE))
 def test_compiled_equals_eager(name: str):
     call = CALLS[name]
     want = call(W, X, Y)

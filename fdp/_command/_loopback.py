@@ -30,8 +30,7 @@ def check_distributed(program: Callable[[], int] = sum_of_ranks, seconds: float 
     if not dist.is_available():
         advice = "this torch has no distributed package: one process with many slots works, fdp.distributed does not"
         return Result("distributed", "warning", "torch.distributed is not available", advice, details={"backends": []})
-    names = [name for name in dist.Backend.backend_list if name != "undefined"]
-    backends = [name for name in names if dist.is_backend_available(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     details = {"backends": backends, "loopback": None}
     having = f"torch.distributed with {', '.join(backends) or 'no backend'}"
     if "gloo" not in backends or sys.platform == "win32":

@@ -260,6 +260,13 @@ def test_threads(monkeypatch: pytest.MonkeyPatch):
     assert "PYTHON_GIL=1" in (_hardware.check_threads().advice or "")
 
 
+def test_processes_meet():
+    result = _loopback.check_distributed()
+    assert result.status == "ok"
+    assert result.summary.endswith("2 processes meet over gloo")
+    assert set(result.details["backends"]) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
+
+
 def comes_late() -> int:
     time.sleep(600)
     return 1

@@ -433,7 +433,7 @@ def test_interrupts_at_any_moment():
                 _thread.interrupt_main()
         def call():
             return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(6), executor="threads")
-        disturber = threading.Thread(target=disturb)
+        disturber = threading.Thread(target=disturb, daemon=True)
         disturber.start()
         wrong = interrupted = done = 0
         end = time.monotonic() + 20
@@ -442,6 +442,7 @@ def test_interrupts_at_any_moment():
                 armed = True
                 wrong += not torch.equal(call(), w * x)
                 done += 1
+                armed = False  # none comes where it would end the loop
             except KeyboardInterrupt:
                 interrupted += 1
         armed, over = False, True

@@ -38,18 +38,18 @@ class Anchor:
     def is_passed(self, made: Iterable[Tensor]) -> bool:
         """Whether something is made of a leaf outside of the function, which is not one of the inputs."""
         inputs = {id(x) for x in (*self.inputs, self.start, *starts())}
-        stack, seen = [tensor.grad_fn for tensor in made], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
+        todo, seen = [tensor.grad_fn for tensor in made], {None}
+        for node in todo:  # which grows meanwhile
+            if node in seen:
                 continue
             seen.add(node)
             parents = node.next_functions
+            for parent, _ in parents:
+                todo.append(parent)
             if not parents:  # the nodes of leaves, and few others
                 variable = getattr(node, "variable", None)
                 if variable is not None and id(variable) not in inputs and not hasattr(variable, _STANDS_IN):
                     return True
-            stack.extend([parent for parent, _ in parents])
         return False
 
     def within(self, call: Callable[[], T], *, around: bool = True) -> T:

@@ -10,6 +10,8 @@ from fdp._placement.slot import current_slot
 from fdp._trees import torch_private
 from fdp._trees.types import DeviceLike, Devices
 
+_CPU = torch.device("cpu")
+
 
 def virtual_devices(n: int, device: DeviceLike = "cpu") -> tuple[torch.device, ...]:
     """The same device `n` times: `n` slots to develop and test on, without `n` devices.
@@ -45,6 +47,8 @@ def available_devices() -> tuple[torch.device, ...]:
 
 def as_devices(devices: Devices, where: str, name: str = "devices") -> tuple[torch.device, ...]:
     """One `torch.device` a slot; messages call the argument `name`."""
+    if type(devices) is tuple and 0 < len(devices) == devices.count(_CPU):
+        return devices
     if devices is None:
         slot = current_slot()
         return available_devices() if slot is None else (slot.device,)

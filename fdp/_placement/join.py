@@ -35,7 +35,7 @@ def join(
     """
     choices = "aux_dims" if name == "aux" else "out_dims"
     flats = [flatten(shard, name, dims, choices, where) for shard in shards]
-    for i, flat in enumerate(flats):
+    for i, flat in enumerate(flats[1:], 1):
         if _structures_differ(flat.structure, flats[0].structure):
             path, one, other = first_difference(flats[0].structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
@@ -120,6 +120,8 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) -> str | None:
     """Why the values of one leaf cannot be joined, None if they can."""
     spec = flat.specs[index]
+    if type(spec) is int and spec == 0 and _have_rows(column):
+        return None
     if type(spec) is not int and spec is not None and not (isinstance(spec, str) and spec in REDUCTIONS):
         try:  # naming the leaf takes time
             check_out_dim(spec, flat.path(index))
@@ -149,6 +151,15 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
     else:
         problem = _reduce_problem(tensors, spec, weights, flat, index)
     return problem and f"{flat.path(index)} {problem}"
+
+
+def _have_rows(column: Sequence[Any]) -> bool:
+    """Whether these are tensors that differ in nothing but the rows along dim 0: that of almost all outputs."""
+    first = column[0]
+    if not isinstance(first, torch.Tensor) or any(not isinstance(x, torch.Tensor) or x.is_nested for x in column):
+        return False
+    dtype, row = first.dtype, first.shape[1:]
+    return first.ndim > 0 and all(x.dtype is dtype and x.ndim > 0 and x.shape[1:] == row for x in column[1:])
 
 
 def _can_add(tensors: Sequence[torch.Tensor], spec: Any) -> bool:

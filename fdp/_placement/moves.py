@@ -118,7 +118,7 @@ def is_ours(held: list[torch.Tensor]) -> bool:
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    if tensor.nbytes < _LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
+    if tensor.nbytes < LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
         return False  # what cannot be resized is memory of something else, such as a numpy array
     del tensor, storage
     return _references(held) == (_ALONE_VIEW if held[0]._is_view() else _ALONE)
@@ -132,7 +132,7 @@ def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
     return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
 
 
-_LARGE = 2**16  # bytes: below, counting takes longer than allocating
+LARGE = 2**16  # bytes: below, counting takes longer than allocating
 _ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
 
 

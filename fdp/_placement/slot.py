@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from fdp._trees.profiling import stage
+from fdp._trees import torch_private
+from fdp._trees.profiling import NOTHING, stage
 from fdp._trees.untraced import leave_alone
 
 
@@ -34,7 +35,6 @@ class Slot:
         return f"in shard {self.index} of {self.count}{axis}{piece}{rows}, on {self.device}"
 
 
-_SLOT: contextvars.ContextVar[Slot] = contextvars.ContextVar("fdp_slot")
 ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
 ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
 IN_PLACE = contextvars.ContextVar("fdp_in_place", default=False)  # a user's module has other tensors than its own
@@ -115,7 +115,8 @@ if hasattr(os, "register_at_fork"):
 def current_slot() -> Slot | None:
     """The slot that this code runs in, innermost call first; None outside of mapped functions."""
     # A traced function cannot read context variables.
-    return None if torch.compiler.is_compiling() else _SLOT.get(None)
+    axes = () if torch.compiler.is_compiling() else AXES.get()
+    return axes[-1].slot if axes else None
 
 
 def run_in_slot(
@@ -127,27 +128,26 @@ def run_in_slot(
     """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
     if torch.compiler.is_compiling():
         return call()
+    return (context or contextvars.copy_context()).run(_enter, slot, call, rendezvous)
 
-    def enter() -> Any:
-        _SLOT.set(slot)
-        around = CALLS.get()
-        CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
-        AXES.set((*AXES.get(), Axis(slot, rendezvous, WANTED.get([]))))
-        # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
-        with (
-            torch.set_grad_enabled(torch.is_grad_enabled()),
-            _current_device(slot.device),
-            stage(f"shard {slot.index}"),
-        ):
-            watcher = ON_SHARD.get()
+
+def _enter(slot: Slot, call: Callable[[], Any], rendezvous: Any) -> Any:
+    around = CALLS.get()
+    CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
+    wanted = WANTED.get(None)
+    AXES.set((*AXES.get(), Axis(slot, rendezvous, [] if wanted is None else wanted)))
+    has_grad, watcher = torch.is_grad_enabled(), ON_SHARD.get()
+    try:
+        with _current_device(slot.device), stage("shard", slot.index):
             if watcher is None:
                 return call()
             watcher(slot, "before")
             result = call()
             watcher(slot, "after")
             return result
-
-    return (context or contextvars.copy_context()).run(enter)
+    finally:
+        # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
+        torch_private.set_grad_enabled(has_grad)
 
 
 def text_of(error: BaseException) -> str:
@@ -230,8 +230,10 @@ def _mix(state: int) -> int:
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type in ("cpu", "meta") or not 0 <= (device.index or 0) < torch.accelerator.device_count():
-        return contextlib.nullcontext()  # under FakeTensorMode there may be devices that do not exist
+    if device.type in ("cpu", "meta"):
+        return NOTHING
+    if not 0 <= (device.index or 0) < torch.accelerator.device_count():
+        return NOTHING  # under FakeTensorMode there may be devices that do not exist
     return torch.accelerator.device_index(device.index)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from fdp._placement.moves import accumulate, accumulator, concat, copy, is_inexact, is_ours
+from fdp._placement.moves import LARGE, accumulate, accumulator, concat, copy, is_inexact, is_ours
 from fdp._placement.partition import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._placement.split import flatten_args
+from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, flatten, leaves_up_to, tree_map, unflatten
@@ -79,7 +80,7 @@ class Gradients:
     def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
         for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
-            rest = iter(grad)
+            rest = iter(_without_small(flat, all_parts, grad))
             values = leaves_up_to(flat.structure, arg)
             columns = zip(flat.leaves, flat.specs, all_parts, values, strict=True)
             for i, (leaf, spec, parts, value) in enumerate(columns):
@@ -176,6 +177,35 @@ class Gradients:
     def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
         return copy(grad, self._device or value.device, flat, index)
+
+
+def _without_small(flat: Flat, sums: Sequence[list[Any]], grads: Sequence[Grad]) -> Sequence[Grad]:
+    """Add small gradients of whole tensors to their sums, all in one call; what is left has None in their place."""
+    if len(flat.leaves) != len(grads) or torch.compiler.is_compiling() or torch_private.is_transformed():
+        return grads
+    small = [
+        i
+        for i, (leaf, held, grad) in enumerate(zip(flat.leaves, sums, grads, strict=True))
+        if len(held) == 1 and grad is not None and flat.specs[i] is None and _is_small(leaf, held[0], grad)
+    ]
+    if not small:
+        return grads
+    left = list(grads)
+    for i, total in zip(small, torch._foreach_add([sums[i][0] for i in small], [grads[i] for i in small]), strict=True):
+        sums[i][0], left[i] = total, None
+    return left
+
+
+def _is_small(leaf: Any, total: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether a sum is one of many on one device and in one dtype, and too small to be worth doing in place."""
+    return (
+        type(leaf) is type(total) is type(grad) is torch.Tensor
+        and grad.dtype is total.dtype is leaf.dtype is accumulator(total.dtype)
+        and grad.device == total.device
+        and grad.layout is total.layout is torch.strided
+        and total.nbytes < LARGE
+        and not (grad.requires_grad or total.requires_grad)
+    )
 
 
 def _is_split(leaf: Any, spec: Any) -> bool:

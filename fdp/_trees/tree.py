@@ -82,7 +82,9 @@ def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: 
 
 def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
     leaves, structure = _flatten(tree, name)
-    if not isinstance(dims, int | str | None):
+    if dims is None or type(dims) is int:
+        return Flat(name, leaves, [dims] * len(leaves), structure, [])
+    if not isinstance(dims, str):
         _register_nodes(dims, choices)
     if is_spec_leaf(dims) and not _is_items(dims):
         return Flat(name, leaves, [dims] * len(leaves), structure, [])
@@ -382,7 +384,12 @@ def _inside_itself(tree: Tree, name: str) -> tuple[str, str, str] | None:
     return None
 
 
+_LEAF = optree.treespec_leaf(namespace=NAMESPACE)
+
+
 def _flatten(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
+    if type(tree) is torch.Tensor and not torch.compiler.is_compiling():  # which has structures of its own
+        return [tree], _LEAF
     leaves, structure = _taken_apart(tree, name)
     unknown = {type(leaf) for leaf in leaves} - _PLAIN_LEAVES
     if not unknown:

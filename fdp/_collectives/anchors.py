@@ -9,7 +9,7 @@ input too, comes to all collectives.
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ class Anchor:
     def is_passed(self, made: Iterable[Tensor]) -> bool:
         """Whether something is made of a leaf outside of the function, which is not one of the inputs."""
         inputs = {id(x) for x in (*self.inputs, self.start, *starts())}
-        todo, seen = [tensor.grad_fn for tensor in made], {None}
+        todo: list[Any] = [tensor.grad_fn for tensor in made]
+        seen: set[Any] = {None}
         for node in todo:  # which grows meanwhile
             if node in seen:
                 continue

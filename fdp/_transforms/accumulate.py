@@ -191,7 +191,9 @@ def _without_small(flat: Flat, sums: Sequence[list[Any]], grads: Sequence[Grad])
     if not small:
         return grads
     left = list(grads)
-    for i, total in zip(small, torch._foreach_add([sums[i][0] for i in small], [grads[i] for i in small]), strict=True):
+    for i, total in zip(
+        small, torch_private.foreach_add([sums[i][0] for i in small], [grads[i] for i in small]), strict=True
+    ):
         sums[i][0], left[i] = total, None
     return left
 

@@ -2,8 +2,7 @@
 
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -153,19 +152,7 @@ def same(now: Any, before: Any) -> bool:
         return False
     if isinstance(now, set):  # without an order
         return set(map(id, now)) == set(map(id, before))
-    return all(map(is_, _entries([now]), _entries([before])))
-
-
-def all_same(now: list[Any], before: list[Any]) -> bool:
-    """Whether these containers hold the same objects as those, by C code."""
-    return list(map(len, now)) == list(map(len, before)) and (
-        all(map(is_, _entries(now), _entries(before))) or all(map(same, now, before))
-    )
-
-
-def _entries(boxes: list[Any]) -> Iterator[Any]:
-    dicts = [box for box in boxes if isinstance(box, dict)]
-    return chain(chain.from_iterable(boxes), chain.from_iterable(map(dict.values, dicts)))
+    return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
 
 
 def is_setting(value: Any) -> bool:

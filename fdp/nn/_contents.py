@@ -1,13 +1,14 @@
 """The containers of a module beside those of its clone, with what was in both between calls."""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
-from fdp.nn._clone import REGISTRIES, Box, Walk, all_same, is_setting, refill, same, translate
+from fdp.nn._clone import REGISTRIES, Box, Walk, is_setting, refill, same, translate
 from fdp.nn._merge import merge
 from fdp.nn._reachable import ATOMS, content, of_library
 
@@ -24,15 +25,17 @@ class Contents:
 
     def __init__(self, walk: Walk) -> None:
         self._states, boxes = walk.states, [*walk.registries, *walk.containers]
-        registries, containers = ([box for box in each if box.seen] for each in (walk.registries, walk.containers))
-        self._boxes, self._empty = [*walk.states, *registries, *containers], [box for box in boxes if not box.seen]
+        registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
+        self._full = [box for box in walk.registries if box.seen and not isinstance(box.seen, dict)]
+        self._full += [box for box in walk.containers if box.seen]
+        self._boxes, self._empty = [*walk.states, *registries, *self._full], [box for box in boxes if not box.seen]
         self._containers = set(map(id, walk.containers))
         self._in_library = [of_library(type(module).__module__) for module, _ in walk.modules]
         self._expected = [self._expect(i) for i in range(len(self._boxes))]
         self._now, self._nothing = [box.original for box in self._boxes], [box.original for box in self._empty]
         self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
         self._registries, self._quiet = [box.own for box in registries], [box.idle for box in registries]
-        self._blank, self._full = [box.own for box in self._empty], containers
+        self._blank = [box.own for box in self._empty]
 
     def are_current(self) -> bool:
         """Whether the module's are as they were. Identity is asked for where an `==` would take 1 for True."""
@@ -73,17 +76,25 @@ class Contents:
                 if not same(own, box.idle):
                     refill(own, box.idle)
 
+    def are_untouched(self) -> bool:
+        """Whether the clone's are as they were."""
+        now, before = [*map(vars, self._clones), *self._registries], self._attributes + self._quiet
+        return (
+            not any(self._blank)
+            and list(map(len, now)) == list(map(len, before))
+            and all(map(is_, *(chain.from_iterable(map(dict.values, each)) for each in (now, before))))
+            and all(same(box.own, box.idle) for box in self._full)
+        )
+
     def write_back(self, originals: Mapping[int, Any], *, attributes: bool) -> bool:
         """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?"""
         plain = True
-        now = [*map(vars, self._clones), *self._registries, *(box.own for box in self._full)]
-        if any(self._blank) or not all_same(now, [box.idle for box in self._boxes]):
-            originals = {**originals, **{id(own): box.original for box, own in self._both(attributes=True)}}
-            for box, own in self._both(attributes=attributes):
-                if not same(own, box.idle) and box.path.rpartition(".")[2] not in _OF_PARAMETERS:
-                    now = _carry(own, originals, box.idle, box.seen)
-                    plain &= _are_plain(_not_in(box.seen, now))
-                    merge(box.original, box.seen, now)
+        originals = {**originals, **{id(own): box.original for box, own in self._both(attributes=True)}}
+        for box, own in self._both(attributes=attributes):
+            if not same(own, box.idle) and box.path.rpartition(".")[2] not in _OF_PARAMETERS:
+                now = _carry(own, originals, box.idle, box.seen)
+                plain &= _are_plain(_not_in(box.seen, now))
+                merge(box.original, box.seen, now)
         return plain
 
     def catch_up(self, clones: Mapping[int, Any]) -> None:

@@ -94,9 +94,10 @@ class Skeleton:
         Given the bound names, do so to its attributes and registries too, but for what is under them.
         """
         bound = self.slots.take_out(names or ())
-        originals = {id(clone): part for part, clone in self.pairs(module)}
-        if not self.contents.write_back(originals, attributes=names is not None):
-            self.cyclic = True  # what was written may be the module
+        if not self.contents.are_untouched():
+            originals = {id(clone): part for part, clone in self.pairs(module)}
+            plain = self.contents.write_back(originals, attributes=names is not None)
+            self.cyclic |= not plain  # what was written may be the module
         for slot, key, now in bound:
             slot[key] = now
 

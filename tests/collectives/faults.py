@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from fdp._execution import function_traits
+from tests.common.functions import anew
 from tests.common.threads import within
 
 SLOTS = 3
@@ -45,17 +45,23 @@ def _works(executor: Any) -> None:
     assert w.grad == SLOTS**2
 
 
+def meets(_: int, x: Tensor) -> Tensor:
+    return fdp.psum(x)
+
+
 def call(fn: Callable[[int, Tensor], Any], executor: Any, known: bool = True, **options: Any) -> Any:
     """Run a function of the slot's number and a tensor; `known`: that its shards meet."""
+    runs: Callable[[int, Tensor], Any] = meets
 
     def body(w: Tensor, x: Tensor) -> Any:
-        return fn(fdp.axis_index(), w * x)
+        return runs(fdp.axis_index(), w * x)
 
-    if known:
-        function_traits.remember_together(body)
-    else:
-        function_traits._TOGETHER.clear()
     w, x = torch.ones((), requires_grad=True), torch.ones(SLOTS, 3, 2)
+    if known:
+        fdp.dp_apply(body, w, x, DEVICES)
+    else:
+        body = anew(body)
+    runs = fn
 
     def run() -> Any:
         return fdp.dp_apply(body, w, x, DEVICES, executor=executor, out_dims="list", **options)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fdp
-from fdp._execution import function_traits
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
 from tests.common.depth import thinned
 from tests.common.threads import within
@@ -202,14 +201,16 @@ def test_an_interrupt_of_the_caller(executor: Any):
 
     def fn(w: Any, x: Tensor) -> Tensor:
         i = fdp.axis_index()
-        for k in range(3000):  # without an interrupt it ends too
+        for k in range(many):  # without an interrupt it ends too
             rounds[i] = k
             if i == 0 and k == 20:
                 signal.pthread_kill(main, signal.SIGINT)
             fdp.psum(k)
         return x
 
-    function_traits.remember_together(fn)
+    many = 1
+    fdp.dp_apply(fn, None, torch.ones(SLOTS), DEVICES, executor=executor)  # now it is known that its shards meet
+    many = 3000
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         fdp.dp_apply(fn, None, torch.ones(SLOTS), DEVICES, executor=executor)
     assert max(rounds) < 2900

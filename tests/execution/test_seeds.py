@@ -277,7 +277,7 @@ def test_states_are_taken_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
             self.get_state()
             return self
 
-    monkeypatch.setattr("fdp._execution.random.generators_of", lambda device: [Watched()])
+    monkeypatch.setattr(torch, "default_generator", Watched())
     for kind in (lambda: OwnGenerators(0, torch.device("cpu")), lambda: KeptGenerators(torch.device("cpu"))):
         generators = kind()
         for _ in range(2):

@@ -11,7 +11,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 import fdp
 from fdp._execution import pool
-from fdp._execution.function_traits import is_marked
 from tests.common.comparing import assert_close_tree
 from tests.common.programs import run_program
 from tests.common.threads import many_cores
@@ -198,16 +196,18 @@ def test_auto_uses_threads_for_functions_that_are_known_to_be_safe():
 
 
 def test_a_wrapper_is_not_marked():
-    apply, _ = fdp.functional(torch.nn.Linear(1, 1))
+    apply, state = fdp.functional(torch.nn.Linear(1, 1))
 
     @functools.wraps(apply)
     def logging(*args: Any) -> Any:
         return apply(*args)
 
-    assert not is_marked(logging)
-    assert is_marked(apply)
-    assert is_marked(functools.partial(apply))
-    assert is_marked(torch.compile(apply, backend="eager"))
+    def runs(fn: Any) -> str:
+        return fdp.explain(fn, state, torch.ones(4, 1), fdp.virtual_devices(2)).executor
+
+    assert "not known to be safe in threads" in runs(logging)
+    for fn in (apply, functools.partial(apply), torch.compile(apply, backend="eager")):
+        assert runs(fn) == "side by side in threads"
 
 
 def test_thread_safe_returns_the_function_itself():
@@ -290,18 +290,23 @@ def test_calls_from_many_threads_at_once():
     assert wrong == []
 
 
-def test_a_shard_that_a_worker_has_just_taken_is_waited_for(monkeypatch: pytest.MonkeyPatch):
-    class Slow(deque[Any]):
-        def popleft(self) -> Any:
-            job = super().popleft()
-            if threading.current_thread() is not threading.main_thread():
+def test_a_shard_that_a_worker_has_just_taken_is_waited_for():
+    result = run_python(
+        """
+        taken = []
+        def slow(frame, event, builtin):
+            if event == "c_return" and builtin.__name__ == "popleft":
+                taken.append(frame)
                 time.sleep(0.05)
-            return job
-
-    monkeypatch.setattr("fdp._execution.threads.deque", Slow)
-    with many_cores():
+        threading.setprofile(slow)  # for threads to come
+        os.sched_getaffinity = lambda pid: set(range(4))
+        w, x = torch.tensor(2.0), torch.arange(4.0)
         for _ in range(3):
-            assert torch.equal(CALLS["dp_apply"](torch.mul, 4), W * rows(4))
+            print(torch.equal(fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(4), executor="threads"), w * x))
+        print(len(taken) > 0)
+        """
+    )
+    assert result.stdout.split() == ["True"] * 4, result.stderr
 
 
 # ---------------------------------------------------------------- failures
@@ -563,15 +568,18 @@ def test_helpers_and_slots_are_the_same_threads():
     assert set(used[-3:]) <= before
 
 
-def test_the_caller_does_it_alone_where_threads_cannot_start(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "_POOL", pool._Pool())
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with many_cores():
-        assert torch.equal(CALLS["dp_apply"](torch.mul, 5), W * rows(5))
+def test_the_caller_does_it_alone_where_threads_cannot_start():
+    result = run_python(
+        """
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+        threading.Thread.start = refuse
+        os.sched_getaffinity = lambda pid: set(range(4))
+        w, x = torch.tensor(2.0), torch.arange(5.0)
+        print(fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(5), executor="threads").tolist())
+        """
+    )
+    assert result.stdout == "[0.0, 2.0, 4.0, 6.0, 8.0]\n", result.stderr
 
 
 # ---------------------------------------------------------------- contexts

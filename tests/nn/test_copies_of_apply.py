@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fdp
 from fdp import functional
-from fdp._execution.function_traits import is_marked
 from tests.common.comparing import assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import side_by_side
@@ -58,8 +57,8 @@ def test_copies_have_what_the_original_has(duplicate: Callable[[Any], Any]):
     for each in (apply, duplicate(apply), duplicate(duplicate(apply))):
         assert each.out_dims == (0, "mean")
         assert getattr(each, "__name__", "") == "apply"
-        assert is_marked(each)
-        assert is_marked(torch.compile(each, backend="eager"))
+        for fn in (each, torch.compile(each, backend="eager")):
+            assert fdp.explain(fn, state, X, ["cpu"] * 2).executor == "side by side in threads"
         out, buffers = fdp.dp_apply(each, state, X, ["cpu"] * 2)
         assert out.shape == (8, 2)
         assert buffers["1.num_batches_tracked"] == 1

@@ -301,8 +301,11 @@ def test_a_shard_that_a_worker_has_just_taken_is_waited_for():
         threading.setprofile(slow)  # for threads to come
         os.sched_getaffinity = lambda pid: set(range(4))
         w, x = torch.tensor(2.0), torch.arange(4.0)
+        def fn(w, x):
+            time.sleep(0.02)  # else one thread takes them all
+            return w * x
         for _ in range(3):
-            print(torch.equal(fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(4), executor="threads"), w * x))
+            print(torch.equal(fdp.dp_apply(fn, w, x, fdp.virtual_devices(4), executor="threads"), w * x))
         print(len(taken) > 0)
         """
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fdp._placement.join import mean
 from fdp._placement.moves import copy, is_expanded, is_inexact
-from fdp.nn._replicate import Names
+from fdp.nn._copies import Names
 
 Buffer = tuple[nn.Module, str, Any]
 """The part of the user's module that has a buffer, its name there, and what a replica has in its place."""

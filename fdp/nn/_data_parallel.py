@@ -46,6 +46,9 @@ class DataParallel(nn.Module, Generic[M]):
 
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
+    A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
+    contents tell; the copies go with the first call that needs gradients, or with the wrapper.
+
     What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
     lost. Replicas have containers of their own until all are done. Then what each has appended comes in the order of
     the slots, also to lists that are new in a dict, changes of an int add up, and of other values the last slot's
@@ -151,7 +154,7 @@ class DataParallel(nn.Module, Generic[M]):
             self._check_placement(chain(self.module.parameters(), self.module.buffers()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
-        with lending(self.module, self._buffers_from) as loan:
+        with lending(self.module, self, self._buffers_from) as loan:
             self._check_placement(chain(loan.params.values(), loan.buffers.values()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             if not args and not keywords:

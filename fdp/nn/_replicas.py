@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fdp._placement.partition import Partition
 from fdp._trees import torch_private
 from fdp.nn._buffers import Buffer, write_first, write_means
+from fdp.nn._copies import Tensors, copies_of, kept_copies
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
-from fdp.nn._replicate import Tensors, as_replica, check_replicable, copies_of, has_scripts, named_tensors, shallow
+from fdp.nn._replicate import as_replica, check_replicable, has_scripts, named_tensors, shallow
 from fdp.nn._stateless import Skeleton
 
 
@@ -104,8 +105,8 @@ class Replica:
 class Loan:
     """The module's tensors, the plan, and the replicas that were made."""
 
-    def __init__(self, module: nn.Module, buffers: str) -> None:
-        self.module, self._takes = module, buffers
+    def __init__(self, module: nn.Module, owner: nn.Module, buffers: str) -> None:
+        self.module, self._owner, self._takes = module, owner, buffers
         self.plan: Partition | None = None
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
         first = take(pool_of(module), module)
@@ -124,9 +125,9 @@ class Loan:
         if self._takes == "mean":
             self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
         made: list[nn.Module] = []
-        for slot, device in enumerate(devices):
-            is_own = slot == 0 and device == self._device
-            params = self.params if is_own else copies_of(self.params, device)
+        own = [slot == 0 and device == self._device for slot, device in enumerate(devices)]
+        columns = kept_copies(self._owner, self.params, devices, own)
+        for device, is_own, params in zip(devices, own, columns, strict=True):
             buffers = copies_of(self.buffers, device, always=not is_own or self._takes == "mean")
             replica = Replica(self.module, params, self.buffers, buffers, self._take())
             self._replicas[id(replica.root)] = replica
@@ -194,9 +195,9 @@ def current_loan(module: nn.Module) -> Loan | None:
 
 
 @contextlib.contextmanager
-def lending(module: nn.Module, buffers: str) -> Iterator[Loan]:
-    """A loan for a call, which ends with it."""
-    loan = Loan(module, buffers)
+def lending(module: nn.Module, owner: nn.Module, buffers: str) -> Iterator[Loan]:
+    """A loan for a call of its `owner`, which ends with it."""
+    loan = Loan(module, owner, buffers)
     token = _LOAN.set(loan)
     try:
         yield loan

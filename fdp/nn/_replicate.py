@@ -1,29 +1,18 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
-from fdp._placement.moves import copy, is_expanded
 from fdp._trees.types import DeviceLike
+from fdp.nn._copies import Tensors, copies_of
 from fdp.nn._stateless import Skeleton
 
 M = TypeVar("M", bound=nn.Module)
-Tensors = dict[str, Tensor]
-
-
-class Names(NamedTuple):
-    """What the log of `transfers` calls the tensors of a module."""
-
-    names: Sequence[str]
-
-    def path(self, index: int, /) -> str:
-        """The name of a tensor."""
-        return f"module.{self.names[index]}"
 
 
 def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = False) -> list[M]:
@@ -72,15 +61,6 @@ def _replica(module: M, tensors: Tensors) -> M:
     as_replica(skeleton)
     root: Any = skeleton.root
     return root
-
-
-def copies_of(tensors: Tensors, device: torch.device, *, always: bool = True) -> Tensors:
-    """The tensors on a device; nobody can write to one that is expanded, so it serves there as it is."""
-    names = Names(list(tensors))
-    return {
-        name: copy(tensor, device, names, i, always=always and not is_expanded(tensor))
-        for i, (name, tensor) in enumerate(tensors.items())
-    }
 
 
 def named_tensors(module: nn.Module) -> Tensors:

@@ -1,6 +1,7 @@
 """From shards to one tree: what may be joined how, and joining it."""
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -71,7 +72,10 @@ def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch
         return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))
     if spec is None:
         column = column[:1]  # nobody needs the others on this device
-    moved = [copy(value, device, flat, index) if isinstance(value, torch.Tensor) else value for value in column]
+    moved = [
+        copy(value, device, flat, index) if isinstance(value, torch.Tensor) and value.device != device else value
+        for value in column
+    ]
     if spec == "list":
         return moved
     if spec is None or not isinstance(moved[0], torch.Tensor):
@@ -120,7 +124,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) -> str | None:
     """Why the values of one leaf cannot be joined, None if they can."""
     spec = flat.specs[index]
-    if type(spec) is int and spec == 0 and _have_rows(column):
+    if type(spec) is int and spec == 0 and not torch.compiler.is_compiling() and _have_rows(column):
         return None
     if type(spec) is not int and spec is not None and not (isinstance(spec, str) and spec in REDUCTIONS):
         try:  # naming the leaf takes time
@@ -155,11 +159,13 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
 
 def _have_rows(column: Sequence[Any]) -> bool:
     """Whether these are tensors that differ in nothing but the rows along dim 0: that of almost all outputs."""
-    first = column[0]
-    if not isinstance(first, torch.Tensor) or any(not isinstance(x, torch.Tensor) or x.is_nested for x in column):
+    if set(map(type, column)) != {torch.Tensor} or True in map(_is_nested, column) or len(set(map(_dtype, column))) > 1:
         return False
-    dtype, row = first.dtype, first.shape[1:]
-    return first.ndim > 0 and all(x.dtype is dtype and x.ndim > 0 and x.shape[1:] == row for x in column[1:])
+    shapes = set(map(_shape, column))
+    return () not in shapes and len({shape[1:] for shape in shapes}) == 1
+
+
+_is_nested, _dtype, _shape = map(operator.attrgetter, ("is_nested", "dtype", "shape"))
 
 
 def _can_add(tensors: Sequence[torch.Tensor], spec: Any) -> bool:

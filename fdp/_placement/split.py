@@ -279,10 +279,12 @@ def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Me
     return [leaf] * len(plan.slots)
 
 
-def _pieces(tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int) -> list[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int) -> Sequence[torch.Tensor]:
     assert plan.sizes is not None
-    parts = zip(split(tensor, plan.sizes, dim), plan.devices, strict=True)
-    return [copy(part, device, flat, index) for part, device in parts]
+    parts = split(tensor, plan.sizes, dim)
+    if plan.devices.count(tensor.device) == len(plan.devices):
+        return parts
+    return [copy(part, device, flat, index) for part, device in zip(parts, plan.devices, strict=True)]
 
 
 def _cut_slots(slots: Slots, spec: Any, plan: Partition, path: str) -> list[Tree]:

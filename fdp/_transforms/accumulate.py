@@ -80,8 +80,10 @@ class Gradients:
     def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
         for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
-            rest = iter(_without_small(flat, all_parts, grad))
-            values = leaves_up_to(flat.structure, arg)
+            if _are_whole(flat):
+                self._add_whole(flat, all_parts, grad)
+                continue
+            rest, values = iter(grad), leaves_up_to(flat.structure, arg)
             columns = zip(flat.leaves, flat.specs, all_parts, values, strict=True)
             for i, (leaf, spec, parts, value) in enumerate(columns):
                 if isinstance(leaf, torch.Tensor):
@@ -99,6 +101,19 @@ class Gradients:
                 else:
                     found = islice(rest, len(inner.leaves))
                     parts[shard] = unflatten(inner.structure, map(_filled, found, inner.leaves))
+
+    def _add_whole(self, flat: Flat, sums: Sequence[list[torch.Tensor]], grads: Sequence[Grad]) -> None:
+        """Add to the sum of each tensor: to small ones all in one call."""
+        is_plain = not (torch.compiler.is_compiling() or torch_private.is_transformed())
+        columns = enumerate(zip(flat.leaves, sums, grads, strict=True))
+        small = [i for i, (leaf, held, grad) in columns if is_plain and held and _is_small(leaf, held[0], grad)]
+        if small:
+            added = torch_private.foreach_add([sums[i][0] for i in small], [grads[i] for i in small])
+            for i, total in zip(small, added, strict=True):
+                sums[i][0] = total
+        if len(small) < len(grads):
+            for i in sorted(set(range(len(grads))).difference(small)):
+                self._sum(sums[i], grads[i], flat.leaves[i], flat, i)
 
     def sums(self) -> list[torch.Tensor]:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
@@ -176,29 +191,19 @@ class Gradients:
 
     def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
-        return copy(grad, self._device or value.device, flat, index)
+        device = self._device or value.device
+        return grad if grad.device == device else copy(grad, device, flat, index)
 
 
-def _without_small(flat: Flat, sums: Sequence[list[Any]], grads: Sequence[Grad]) -> Sequence[Grad]:
-    """Add small gradients of whole tensors to their sums, all in one call; what is left has None in their place."""
-    if len(flat.leaves) != len(grads) or torch.compiler.is_compiling() or torch_private.is_transformed():
-        return grads
-    small = [
-        i
-        for i, (leaf, held, grad) in enumerate(zip(flat.leaves, sums, grads, strict=True))
-        if len(held) == 1 and grad is not None and flat.specs[i] is None and _is_small(leaf, held[0], grad)
-    ]
-    if not small:
-        return grads
-    left = list(grads)
-    for i, total in zip(
-        small, torch_private.foreach_add([sums[i][0] for i in small], [grads[i] for i in small]), strict=True
-    ):
-        sums[i][0], left[i] = total, None
-    return left
+def _are_whole(flat: Flat) -> bool:
+    """Whether all leaves are tensors that every slot has whole."""
+    return flat.specs.count(None) == len(flat.specs) and _TENSORS.issuperset(map(type, flat.leaves))
 
 
-def _is_small(leaf: Any, total: torch.Tensor, grad: torch.Tensor) -> bool:
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _is_small(leaf: Any, total: Any, grad: Any) -> bool:
     """Whether a sum is one of many on one device and in one dtype, and too small to be worth doing in place."""
     return (
         type(leaf) is type(total) is type(grad) is torch.Tensor

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -222,7 +223,7 @@ class Differentiation:
                 for share, shard in zip(shares, shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
-        attached = is_tracking() and self.create_graph is not False and any(t.requires_grad for t in given)
+        attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
         graph = True if attached else self.create_graph
         if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
@@ -281,6 +282,9 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
                 str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
             )
         raise
+
+
+_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 def _rounds(slots: Sequence[int]) -> list[list[int]]:

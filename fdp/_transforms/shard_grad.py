@@ -78,7 +78,7 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
     active = torch_private.is_transformed() or torch.is_inference_mode_enabled()
-    return active or is_forward_mode() or any(t.is_inference() for t in tensors)
+    return active or is_forward_mode() or True in map(torch.Tensor.is_inference, tensors)
 
 
 def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> ShardResult:

@@ -38,7 +38,7 @@ def install() -> None:
             _guard_functional_call()
             for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state"):
                 _guard_random_state(name)
-            _FORWARD.guard(torch_private.eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting")
+            _FORWARD.guard(torch_private.eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting", leaves_always=True)
             _FORWARD.guard(forward_ad, "enter_dual_level", "exit_dual_level")
             _installed = True
 
@@ -110,14 +110,15 @@ class _OneAtATime:
         self._local = threading.local()
         self._owner: object | None = None
 
-    def guard(self, owner: Any, enter: str, leave: str) -> None:
-        setattr(owner, enter, self._entering(getattr(owner, enter)))
+    def guard(self, owner: Any, enter: str, leave: str, *, leaves_always: bool = False) -> None:
+        """Guard a pair of functions; `leaves_always` if torch calls the second also where the first has raised."""
+        setattr(owner, enter, self._entering(getattr(owner, enter), leaves_always))
         setattr(owner, leave, self._leaving(getattr(owner, leave)))
 
     def is_elsewhere(self) -> bool:
         return self._owner not in (None, _OWNER.get())
 
-    def _entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+    def _entering(self, enter: Callable[..., Any], leaves_always: bool) -> Callable[..., Any]:
         @functools.wraps(enter)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not (SIDE_BY_SIDE.get() or IN_TURNS.get()):
@@ -126,7 +127,9 @@ class _OneAtATime:
             if not self.depth:
                 if self._owner is not None and self._owner is _OWNER.get():  # a thread that waits for this one
                     return enter(*args, **kwargs)
+                self._local.is_refused = leaves_always
                 be_alone()
+                self._local.is_refused = False
             EXCLUSIVE.acquire()
             self.depth += 1
             if self.depth == 1:
@@ -143,6 +146,9 @@ class _OneAtATime:
     def _leaving(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(leave)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._local, "is_refused", False):  # else it would leave a transform around the call
+                self._local.is_refused = False
+                return None
             try:
                 return leave(*args, **kwargs)
             finally:

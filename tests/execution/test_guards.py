@@ -176,6 +176,20 @@ def test_forward_mode_in_shards(fn: Callable[..., torch.Tensor]):
     assert eager_transforms.JVP_NESTING == 0
 
 
+def test_forward_mode_that_is_met_first_under_a_gradient():
+    def curved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return hessian(lambda w: (torch.sin(x @ w) * w.prod()).sum())(w).sum(1, keepdim=True) * x.sum(1).sum()
+
+    def outside(w: torch.Tensor) -> torch.Tensor:
+        options: Any = {"out_dims": "sum", "executor": executor}
+        return fdp.dp_apply(curved, w, X, fdp.virtual_devices(4), **options).sin().sum()
+
+    found = []
+    for executor in ("threads", "sequential"):  # noqa: B007
+        found.append(grad(outside)(torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)))
+    assert torch.equal(*found)
+
+
 def test_forward_mode_in_several_callers():
     threads(torch.mul, X[0], X)
     w, wrong = torch.tensor([0.3, -0.5, 0.7], dtype=torch.float64), []

@@ -16,8 +16,8 @@ from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, IN_PLACE, Axis
 from fdp._placement.transfers import report_collective
 from fdp._trees import torch_private
+from fdp._trees.describe import lines_of
 from fdp._trees.profiling import stage
-from fdp._trees.tree import lines_of
 
 
 def axis_of(where: str, name: str) -> Axis:

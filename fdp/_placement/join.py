@@ -12,9 +12,10 @@ import torch
 from fdp._placement.devices import is_faking
 from fdp._placement.dims import REDUCTIONS, check_out_dim
 from fdp._placement.moves import accumulator, concat, copy, is_inexact, layers, to_device, total
+from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
-from fdp._trees.tree import Flat, first_difference, flatten, is_array, unflatten
+from fdp._trees.tree import Flat, flatten, is_array, unflatten
 from fdp._trees.types import Dims, Tree
 
 Weights = Sequence[float] | None

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
+from fdp._placement.place import place
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split import flatten_args, place, plan_args
+from fdp._placement.split import flatten_args, plan_args
+from fdp._trees.prefix import named_spec
 from fdp._trees.profiling import stage
-from fdp._trees.tree import named_spec
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Tree
 
 

@@ -10,8 +10,9 @@ import torch
 from fdp._placement.devices import as_devices
 from fdp._placement.peers import ALONE, Located, Peers
 from fdp._placement.picture import Picture, rows_of_slots
+from fdp._trees.registry import register_leaf
 from fdp._trees.table import runs_text
-from fdp._trees.tree import register_leaf, tensors_in
+from fdp._trees.tree import tensors_in
 from fdp._trees.types import AUTO, Auto, Dims, Tree
 
 

@@ -1,22 +1,19 @@
-"""From arguments to shards: which dim of which leaf is split, the plan for all of them, and carrying it out."""
+"""Which dim of which leaf is split, and the rows of each slot that all arguments agree with."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fdp._placement.devices import as_devices
 from fdp._placement.dims import check_in_dim
-from fdp._placement.moves import Memo, copy, copy_once, split, to_device
 from fdp._placement.partition import Partition, balanced, check_weights, make_plan, proportional
 from fdp._placement.peers import Peers, peers_of
-from fdp._placement.plan import PlannedArgument
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
-from fdp._trees.tree import Flat, array_inside, flatten, signature_of_dims, unflatten
-from fdp._trees.types import AUTO, Devices, Dims, Tree
+from fdp._trees.tree import Flat, array_inside, flatten
+from fdp._trees.types import Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
 
@@ -205,100 +202,3 @@ def rows_of(leaf: Any, spec: Any) -> int:
 
 def _along(spec: Any) -> str:
     return "its items" if spec == "items" else f"dim {spec}"
-
-
-# ---- carrying it out
-
-
-def kind_of(leaf: Any) -> Any:
-    """What a plan may depend on of a leaf."""
-    if isinstance(leaf, torch.Tensor):
-        shape = None if leaf.is_nested else leaf.shape
-        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
-    if isinstance(leaf, Slots):
-        return type(leaf), leaf.devices, leaf.sizes, signature_of_dims(leaf.dims) or object()
-    return type(leaf)
-
-
-def planned(flat: Flat, plan: Partition) -> PlannedArgument:
-    """How an argument is placed."""
-    places = [
-        i
-        for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-        if spec is not None or isinstance(leaf, Slots) or _moves(leaf, plan)
-    ]
-    name = "replicate" if all(spec is None for spec in flat.specs) else "scatter"
-    return PlannedArgument(name, flat.specs, places, any(_moves(leaf, plan) for leaf in flat.leaves))
-
-
-def _moves(leaf: Any, plan: Partition) -> bool:
-    return isinstance(leaf, torch.Tensor) and any(device != leaf.device for device in plan.devices)
-
-
-def place(
-    flat: Flat,
-    plan: Partition,
-    memo: Memo,
-    by_rows: Mapping[int, Partition] | None = None,
-    places: Sequence[int] | None = None,
-) -> list[Tree]:
-    """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
-
-    Where tensors differ in their rows, `by_rows` has the plan for each number of them. `places` are the leaves that are
-    not the same for all shards.
-    """
-    shards = [flat.leaves.copy() for _ in plan.slots]
-    for i in range(len(flat.leaves)) if places is None else places:
-        leaf, spec = flat.leaves[i], flat.specs[i]
-        part = plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan)
-        for shard, value in zip(shards, _cut(leaf, spec, part, flat, i, memo), strict=True):
-            shard[i] = value
-    return [unflatten(flat.structure, leaves) for leaves in shards]
-
-
-def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
-    """What each shard gets of a leaf."""
-    if isinstance(leaf, torch.Tensor):
-        if spec is None or plan.sizes is None or len(plan.slots) == 1:
-            return [copy_once(leaf, device, flat, index, memo) for device in plan.devices]
-        if torch.compiler.is_compiling():
-            return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
-        key = (id(leaf), spec)
-        if key not in memo:
-            memo[key] = _pieces(leaf, spec, plan, flat, index)
-        return memo[key]
-    if isinstance(leaf, Slots):
-        return _cut_slots(leaf, spec, plan, flat.path(index))
-    if spec == "items" and plan.sizes is not None:
-        path = flat.path(index)
-        ranges = [rows for rows in map(plan.rows, range(len(plan.slots))) if rows is not None]
-        return [
-            to_device(leaf[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]", memo)
-            for rows, device in zip(ranges, plan.devices, strict=True)
-        ]
-    return [leaf] * len(plan.slots)
-
-
-def _pieces(tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int) -> Sequence[torch.Tensor]:
-    assert plan.sizes is not None
-    parts = split(tensor, plan.sizes, dim)
-    if plan.devices.count(tensor.device) == len(plan.devices):
-        return parts
-    return [copy(part, device, flat, index) for part, device in zip(parts, plan.devices, strict=True)]
-
-
-def _cut_slots(slots: Slots, spec: Any, plan: Partition, path: str) -> list[Tree]:
-    whole = all(a != b for a, b in pairwise(plan.slots))
-    if whole or isinstance(slots, Replicated) or plan.sizes is None:
-        return [slots.shards[slot] for slot in plan.slots]
-    dims = spec if slots.dims is AUTO else slots.dims
-    shards: list[Tree] = []
-    for slot in dict.fromkeys(plan.slots):
-        pieces = [i for i, s in enumerate(plan.slots) if s == slot]
-        part = Partition(
-            tuple(plan.slots[i] for i in pieces),
-            tuple(plan.devices[i] for i in pieces),
-            tuple(plan.sizes[i] for i in pieces),
-        )
-        shards += place(flatten_args([(path, slots.shards[slot], dims, "in_dims")], "microbatches")[0], part, {})
-    return shards

@@ -14,8 +14,8 @@ from fdp._placement.plan import places_of
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split import common_peers
-from fdp._transforms.arguments import Arg, check_function, check_several, keyword_args, positional_args
-from fdp._transforms.call import Options, Shard, bind, call_shard
+from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
+from fdp._transforms.call import Shard, bind, call_shard
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
 from fdp._trees.untraced import leave_alone
 

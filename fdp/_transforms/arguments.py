@@ -9,8 +9,21 @@ import torch
 
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
-from fdp._trees.types import Dims, Function, Tree
+from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
 from fdp._trees.untraced import leave_alone
+
+
+class Options(NamedTuple):
+    """How a call is mapped, and `where`: the public function that messages name."""
+
+    where: str
+    devices: Devices
+    output_device: DeviceLike | None
+    weights: Sequence[float] | None
+    executor: Executor
+    seed: int | None
+    axis_name: str
+    same: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Arg(NamedTuple):

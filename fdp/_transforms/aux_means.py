@@ -6,7 +6,8 @@ import torch
 
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import listed
-from fdp._trees.tree import Flat, flatten, named_spec
+from fdp._trees.prefix import named_spec
+from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Tree
 
 

@@ -5,44 +5,29 @@ leaf without its values, specs and options. What depends on more is planned anew
 """
 
 import functools
-import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fdp._collectives.run import check_options
-from fdp._execution.function_traits import how_called
-from fdp._placement.devices import as_devices
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
+from fdp._placement.place import place, planned
 from fdp._placement.plan import Plan, places_of
-from fdp._placement.sharded import Sharded, Slots
+from fdp._placement.sharded import Sharded
 from fdp._placement.slot import Slot
-from fdp._placement.split import common_peers, flatten_args, held_slots, kind_of, place, plan_args, planned
-from fdp._transforms.arguments import Arg, check_several
-from fdp._transforms.plans import find, keep
+from fdp._placement.split import common_peers, flatten_args, held_slots, plan_args
+from fdp._transforms.arguments import Arg, Options, check_several
+from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
-from fdp._trees import torch_private
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
-from fdp._trees.tree import Flat, flatten, is_plain, signature_of_dims
-from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._trees.registry import is_plain
+from fdp._trees.tree import Flat, flatten
+from fdp._trees.types import Dims, Function, Tree
 from fdp._trees.untraced import leave_alone
-
-
-class Options(NamedTuple):
-    """How a call is mapped, and `where`: the public function that messages name."""
-
-    where: str
-    devices: Devices
-    output_device: DeviceLike | None
-    weights: Sequence[float] | None
-    executor: Executor
-    seed: int | None
-    axis_name: str
-    same: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Shard(NamedTuple):
@@ -114,7 +99,7 @@ def bind(
     check_options(options.executor, options.seed, where)
     named = [*args, *kwargs.values()]
     flats = [flatten(arg.tree, arg.name, where=where) for arg in named]
-    signature = _signature(fn, flats, named, options, len(args), microbatches)
+    signature = signature_of(fn, flats, named, len(args), options, microbatches)
     plan = find(fn, signature)
     if plan is None:
         check_several(fn, args, kwargs, where)
@@ -138,35 +123,6 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
     pieces = microbatched(partition, microbatches)
     args = tuple(planned(flat, pieces) for flat in flats)
     return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name))
-
-
-def _signature(
-    fn: Function, flats: Sequence[Flat], args: Sequence[Arg], options: Options, n_args: int, microbatches: int
-) -> Hashable | None:
-    """All that a plan depends on; None if that cannot be said."""
-    if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
-        return None
-    weights = None if options.weights is None else tuple(options.weights)
-    dims = [signature_of_dims(arg.dims) for arg in args]
-    if None in dims or not all(type(weight) in (int, float) for weight in weights or ()):
-        return None
-    devices = options.devices
-    if devices is not None or not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
-        devices = as_devices(devices, options.where)
-    trees = [(flat.structure, *map(kind_of, flat.leaves)) for flat in flats]
-    names = tuple(arg.name for arg in args)
-    return (
-        options.where,
-        how_called(fn),
-        names,
-        n_args,
-        devices,
-        weights,
-        options.axis_name,
-        microbatches,
-        *dims,
-        *trees,
-    )
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:

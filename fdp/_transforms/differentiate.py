@@ -20,9 +20,9 @@ from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.slot import Slot
 from fdp._transforms.accumulate import Gradients, check_differentiable
-from fdp._transforms.arguments import check_function, keyword_args, positional_args
+from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
-from fdp._transforms.call import Call, Options, Shard, bind
+from fdp._transforms.call import Call, Shard, bind
 from fdp._transforms.shard_grad import (
     Out,
     Problem,

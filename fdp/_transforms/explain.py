@@ -18,8 +18,8 @@ from fdp._placement.slot import current_slot, text_of
 from fdp._placement.split import flatten_args
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
-from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
-from fdp._transforms.call import Options, decide
+from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
+from fdp._transforms.call import decide
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, flatten

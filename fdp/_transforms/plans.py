@@ -5,14 +5,62 @@ one finds that of the other.
 """
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from fdp._execution.function_traits import identity
+import torch
+
+from fdp._execution.function_traits import how_called, identity
+from fdp._placement.devices import as_devices
 from fdp._placement.plan import Plan
+from fdp._placement.sharded import Slots
+from fdp._transforms.arguments import Arg, Options
+from fdp._trees import torch_private
+from fdp._trees.prefix import signature_of_dims
+from fdp._trees.tree import Flat
+from fdp._trees.types import Function
 
 _MOST = 64  # of a function; the oldest go first
 _PLANS: "weakref.WeakKeyDictionary[Any, dict[Hashable, Plan]]" = weakref.WeakKeyDictionary()
+
+
+def signature_of(
+    fn: Function, flats: Sequence[Flat], args: Sequence[Arg], n_args: int, options: Options, microbatches: int
+) -> Hashable | None:
+    """All that a plan depends on; None if that cannot be said."""
+    if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
+        return None
+    weights = None if options.weights is None else tuple(options.weights)
+    dims = [signature_of_dims(arg.dims) for arg in args]
+    if None in dims or not all(type(weight) in (int, float) for weight in weights or ()):
+        return None
+    devices = options.devices
+    if devices is not None or not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
+        devices = as_devices(devices, options.where)
+    trees = [(flat.structure, *map(_kind_of, flat.leaves)) for flat in flats]
+    names = tuple(arg.name for arg in args)
+    return (
+        options.where,
+        how_called(fn),
+        names,
+        n_args,
+        devices,
+        weights,
+        options.axis_name,
+        microbatches,
+        *dims,
+        *trees,
+    )
+
+
+def _kind_of(leaf: Any) -> Any:
+    """What a plan may depend on of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        shape = None if leaf.is_nested else leaf.shape
+        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
+    if isinstance(leaf, Slots):
+        return type(leaf), leaf.devices, leaf.sizes, signature_of_dims(leaf.dims) or object()
+    return type(leaf)
 
 
 def find(fn: Any, signature: Hashable | None) -> Plan | None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
-from fdp._trees.tree import Flat, first_difference, flatten, unflatten
+from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -13,7 +13,7 @@ from fdp._execution.function_traits import Safe
 from fdp._execution.returned import note
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
-from fdp._trees.tree import register_leaf
+from fdp._trees.registry import register_leaf
 from fdp._trees.untraced import leave_alone
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 from fdp.nn._stateless import Skeleton

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._placement.moves import is_inexact
-from fdp._trees.tree import Flat, first_difference, flatten, is_array, leaves_up_to
+from fdp._trees.describe import first_difference
+from fdp._trees.tree import Flat, flatten, is_array, leaves_up_to
 from fdp._trees.types import Dims, Tree
 from fdp.testing._sample import same_bits
 

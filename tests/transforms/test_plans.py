@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fdp
-from fdp._transforms.arguments import Arg
-from fdp._transforms.call import Options, bind
+from fdp._transforms.arguments import Arg, Options
+from fdp._transforms.call import bind
 from tests.common.comparing import assert_same_tree
 from tests.common.numbers import numbers
 

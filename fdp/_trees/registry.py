@@ -1,0 +1,171 @@
+"""Which types are containers and which are leaves, and taking trees apart with optree.
+
+Two things are added to optree. Types that it does not know are registered under the namespace `"fdp"` when they are
+first met: dataclasses, and what is registered with `torch_private.pytree`. And an opaque object that visibly holds
+tensors is refused, because its tensors would silently be neither split nor moved.
+"""
+
+import itertools
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from fdp._trees.containers import NAMESPACE, Packed, Refusal, node_functions, refusal
+from fdp._trees.listing import listed
+from fdp._trees.types import Tree
+from fdp._trees.untraced import constant_while_compiling
+
+PLAIN_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, torch.Size}
+HOLDERS: set[type] = set()
+_REGISTERING = threading.Lock()
+# Classes that a function defines each time it is called. optree would keep all of them for ever.
+_PASSING: deque[type] = deque()
+_MOST_PASSING = 256
+
+
+class TreeValueError(ValueError):
+    """A tree without an end, or a spec tree that is not a prefix of its tree."""
+
+
+class TreeTypeError(TypeError):
+    """A leaf that may not be one."""
+
+
+_LEAF = optree.treespec_leaf(namespace=NAMESPACE)
+
+
+def register_leaf(cls: type) -> None:
+    """Let trees hold a type as a leaf although it holds tensors. It takes any spec, also a tree of specs."""
+    PLAIN_LEAVES.add(cls)
+    HOLDERS.add(cls)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is of a kind that need not be looked into."""
+    return isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN_LEAVES
+
+
+def is_leaf(tree: Tree) -> bool:
+    return optree.tree_is_leaf(tree, namespace=NAMESPACE)
+
+
+def flattened(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
+    if type(tree) is torch.Tensor and not torch.compiler.is_compiling():  # which has structures of its own
+        return [tree], _LEAF
+    leaves, structure = by_optree(tree, name)
+    unknown = {type(leaf) for leaf in leaves} - PLAIN_LEAVES
+    if not unknown:
+        return leaves, structure
+    register_nodes(tree, name)
+    leaves, structure = by_optree(tree, name)
+    refused = [(i, leaf, refusal(leaf)) for i, leaf in enumerate(leaves) if type(leaf) in unknown]
+    if any(problem for *_, problem in refused):
+        raise _refused([(i, leaf, problem) for i, leaf, problem in refused if problem], structure, name)
+    return leaves, structure
+
+
+def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTreeSpec, name: str) -> TreeTypeError:
+    accessors = optree.treespec_accessors(structure)
+
+    def say(each: tuple[int, Any, Refusal]) -> str:
+        i, leaf, problem = each
+        accessor = accessors[i][:-1] if isinstance(leaf, Packed) else accessors[i]
+        return problem.text(accessor.codify(name))
+
+    ways = dict.fromkeys(problem.way_out for *_, problem in refused)
+    return TreeTypeError(f"{listed(refused, say, '; ')}. {'. '.join(ways)}")
+
+
+def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optree.tree_flatten) -> Any:
+    """What optree makes of a tree, or an error that says where it has no end."""
+    try:
+        return by(tree, namespace=NAMESPACE)
+    except RecursionError:
+        place = _inside_itself(tree, name or "tree")
+        if place is None:  # it is just deep
+            raise
+        path, outer, kind = place
+        problem = f"{path} is {outer} again, a {kind} that contains itself. A tree must have an end: leave it out"
+    raise ValueError(problem) if name is None else TreeValueError(problem)
+
+
+def _inside_itself(tree: Tree, name: str) -> tuple[str, str, str] | None:
+    """Where a container stands inside itself, its path and its type."""
+    above: dict[int, str] = {}
+    todo: list[tuple[Tree, str, bool]] = [(tree, name, True)]
+    while todo:
+        node, path, comes = todo.pop()
+        if not comes:
+            del above[id(node)]
+        elif id(node) in above:
+            return path, above[id(node)], type(node).__name__
+        elif node is not None and not is_leaf(node):
+            above[id(node)] = path
+            todo.append((node, path, False))
+            ends = itertools.chain((False,), itertools.repeat(True))  # not the node itself, which may be its own child
+            children, structure = optree.tree_flatten(node, lambda _, ends=ends: next(ends), namespace=NAMESPACE)
+            pairs = zip(children, optree.treespec_accessors(structure), strict=True)
+            todo += [(child, accessor.codify(path), True) for child, accessor in pairs][::-1]
+    return None
+
+
+def register_nodes(tree: Tree, name: str | None = None) -> None:
+    """Register the containers in disguise among the leaves, and then those inside them."""
+    unknown = {type(leaf) for leaf in by_optree(tree, name, optree.tree_leaves)} - PLAIN_LEAVES
+    found = [cls.__name__ for cls in unknown if _register(cls)]
+    if found and torch.compiler.is_compiling():  # what is being traced does not see it
+        raise TreeTypeError(
+            f"{', '.join(found)} was met for the first time, while compiling. Call once without compile"
+        )
+    if found:
+        register_nodes(tree, name)
+
+
+@constant_while_compiling
+def _register(cls: type) -> bool:
+    """Register a type of leaf with optree if it is a container in disguise; whether it was."""
+    if issubclass(cls, torch.Tensor):
+        PLAIN_LEAVES.add(cls)
+        return False
+    functions = node_functions(cls)
+    if functions is None:
+        return False
+    with _REGISTERING:
+        if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
+            optree.register_pytree_node(cls, *functions, path_entry_type=_Entry, namespace=NAMESPACE)
+            if _is_passing(cls):
+                _PASSING.append(cls)
+            if len(_PASSING) > _MOST_PASSING:  # one that is met again is registered again
+                optree.unregister_pytree_node(_PASSING.popleft(), namespace=NAMESPACE)
+    return True
+
+
+def _is_passing(cls: type) -> bool:
+    """Whether nobody finds a class under its name, so that it is gone when nobody uses it any more."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not cls
+
+
+class _Entry(optree.PyTreeEntry):
+    """A step into a registered type: a field by its name, or a key or position."""
+
+    def codify(self, node: str = "") -> str:
+        by_name = isinstance(self.entry, str) and not issubclass(self.type, dict) and self.entry.isidentifier()
+        return f"{node}.{self.entry}" if by_name else f"{node}[{self.entry!r}]"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # optree warns that this overrides its rule for namedtuples
+    packed: Any = PackedSequence
+    optree.register_pytree_node(
+        packed, lambda obj: ((Packed(obj),), None), lambda _, children: next(iter(children)), namespace=NAMESPACE
+    )

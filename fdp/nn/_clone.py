@@ -90,9 +90,10 @@ class Walk:
         clone = object.__new__(kind if plain else nn.Module)
         self.clones[id(module)] = clone
         self.modules.append((module, clone))
-        idle: dict[str, Any] = {}
-        self.states.append(box := Box(vars(module), vars(module).copy(), clone, idle, path))
-        for key, value in box.seen.items():
+        seen = vars(module).copy()
+        idle = seen.copy()  # and not bit by bit: a dict that has grown is larger, and takes longer to copy
+        self.states.append(Box(vars(module), seen, clone, idle, path))
+        for key, value in seen.items():
             idle[key] = self._clone_attribute(module, key, value, path)
         vars(clone).update(idle)
         return clone

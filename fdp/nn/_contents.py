@@ -1,6 +1,6 @@
 """The containers of a module beside those of its clone, with what was in both between calls."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, final
@@ -24,24 +24,35 @@ class Contents:
     """
 
     def __init__(self, walk: Walk) -> None:
-        self._states, boxes = walk.states, [*walk.registries, *walk.containers]
-        registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
+        boxes = [*walk.registries, *walk.containers]
+        self._states, self._containers, self._empty = walk.states, walk.containers, [box for box in boxes if not box.seen]
+        self._registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
         self._full = [box for box in walk.registries if box.seen and not isinstance(box.seen, dict)]
         self._full += [box for box in walk.containers if box.seen]
-        self._boxes, self._empty = [*walk.states, *registries, *self._full], [box for box in boxes if not box.seen]
-        self._containers = set(map(id, walk.containers))
         self._in_library = [of_library(type(module).__module__) for module, _ in walk.modules]
-        self._expected = [self._expect(i) for i in range(len(self._boxes))]
-        self._now, self._nothing = [box.original for box in self._boxes], [box.original for box in self._empty]
+        self._now, self._nothing = [box.original for box in walk.states], [box.original for box in self._empty]
         self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
-        self._registries, self._quiet = [box.own for box in registries], [box.idle for box in registries]
         self._blank = [box.own for box in self._empty]
+        self._held, self._own = [box.original for box in self._registries], [box.own for box in self._registries]
+        self._look()
+
+    def _look(self) -> None:
+        """Remember what is in the boxes."""
+        self._expected = list(map(_expect, self._states, self._in_library))
+        self._seen = _Dicts([box.seen for box in self._registries])
+        self._quiet = _Dicts([box.idle for box in self._registries])
+        self._idle = _Dicts(self._attributes)
 
     def are_current(self) -> bool:
         """Whether the module's are as they were. Identity is asked for where an `==` would take 1 for True."""
         try:
-            return self._expected == self._now and not any(self._nothing)
-        except Exception:  # an `==` does not compare
+            return (
+                self._expected == self._now
+                and self._seen.are_in(self._held)
+                and not any(self._nothing)
+                and all(same(box.original, box.seen) for box in self._full)
+            )
+        except Exception:  # an `==` does not compare, or another thread writes to a registry
             return False
 
     def take_over(self) -> dict[str, tuple[Any, Any]] | None:
@@ -49,7 +60,7 @@ class Contents:
         if any(self._nothing):
             return None
         changes: dict[str, tuple[Any, Any]] = {}
-        for i, box in enumerate(self._boxes):
+        for box in self._states + self._registries + self._full:
             if same(box.original, box.seen):
                 continue
             now = box.original.copy()  # other threads may write to it
@@ -57,84 +68,98 @@ class Contents:
                 return None
             changes[box.path] = box.seen.copy(), now
             _follow(box, now, {})
-            self._expected[i] = self._expect(i)
+        self._look()
         return changes
 
     def restore(self) -> None:
         """Undo what a call of the module itself has written to the module's."""
-        for box in self._boxes + self._empty:
+        for box in self._states + self._registries + self._full + self._empty:
             if not same(box.original, box.seen):
                 refill(box.original, box.seen)
 
     def reset(self) -> None:
         """Undo what a call of the clone has written to the clone's."""
         any(map(_set_state, self._clones, map(dict.copy, self._attributes)))
-        # In registries there are modules, functions and the module's own tensors again: what is equal is the same.
-        untouched = self._registries == self._quiet and not any(self._blank)
-        if not (untouched and all(same(box.own, box.idle) for box in self._full)):
-            for box, own in self._both(attributes=True):
+        if not self._are_quiet():
+            for box, own in self._both():
                 if not same(own, box.idle):
                     refill(own, box.idle)
 
-    def are_untouched(self) -> bool:
-        """Whether the clone's are as they were."""
-        now, before = [*map(vars, self._clones), *self._registries], self._attributes + self._quiet
-        return (
-            not any(self._blank)
-            and list(map(len, now)) == list(map(len, before))
-            and all(map(is_, *(chain.from_iterable(map(dict.values, each)) for each in (now, before))))
-            and all(same(box.own, box.idle) for box in self._full)
-        )
+    def _are_quiet(self) -> bool:
+        """Whether all but the attributes of the clone are as they were."""
+        untouched = self._quiet.are_in(self._own) and not any(self._blank)
+        return untouched and all(same(box.own, box.idle) for box in self._full)
 
-    def write_back(self, originals: Mapping[int, Any], *, attributes: bool) -> bool:
-        """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?"""
+    def write_back(self, originals: Callable[[], dict[int, Any]], *, attributes: bool) -> bool:
+        """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?
+
+        Without attributes and registries if only containers are asked for.
+        """
+        if attributes and self._idle.are_in(list(map(vars, self._clones))) and self._are_quiet():
+            return True
+        both = self._both() if attributes else ((box, box.own) for box in self._containers)
+        changed = [(box, own) for box, own in both if not same(own, box.idle)]
+        table = originals() | {id(own): box.original for box, own in self._both()} if changed else {}
         plain = True
-        originals = {**originals, **{id(own): box.original for box, own in self._both(attributes=True)}}
-        for box, own in self._both(attributes=attributes):
-            if not same(own, box.idle) and box.path.rpartition(".")[2] not in _OF_PARAMETERS:
-                now = _carry(own, originals, box.idle, box.seen)
+        for box, own in changed:
+            if box.path.rpartition(".")[2] not in _OF_PARAMETERS:
+                now = _carry(own, table, box.idle, box.seen)
                 plain &= _are_plain(_not_in(box.seen, now))
                 merge(box.original, box.seen, now)
         return plain
 
-    def catch_up(self, clones: Mapping[int, Any]) -> None:
+    def catch_up(self, clones: Callable[[], dict[int, Any]]) -> None:
         """Have in the clone's containers what has come into the module's since."""
-        clones = {**clones, **{id(box.original): own for box, own in self._both(attributes=True)}}
-        for box, own in self._both(attributes=False):
-            if not same(box.original, box.seen):
-                _follow(box, box.original.copy(), clones)
-                refill(own, box.idle)
+        changed = [box for box in self._containers if not same(box.original, box.seen)]
+        table = clones() | {id(box.original): own for box, own in self._both()} if changed else {}
+        for box in changed:
+            _follow(box, box.original.copy(), table)
+            refill(box.own, box.idle)
 
-    def _both(self, *, attributes: bool) -> Iterator[tuple[Box, Any]]:
-        """Each box with the clone's container; without attributes and registries if only containers are asked for."""
-        if attributes:
-            yield from zip(self._states, map(vars, self._clones), strict=True)
-        for box in self._boxes[len(self._states) :] + self._empty:
-            if attributes or id(box) in self._containers:
-                yield box, box.own
+    def _both(self) -> Iterator[tuple[Box, Any]]:
+        """Each box with the clone's container."""
+        yield from zip(self._states, map(vars, self._clones), strict=True)
+        for box in self._registries + self._full + self._empty:
+            yield box, box.own
 
-    def _expect(self, i: int) -> Any:
-        seen, is_state = self._boxes[i].seen, i < len(self._in_library)
-        if not isinstance(seen, dict):
-            return _Only(seen, same)
-        expected: Any = seen.copy()
-        for key, value in seen.items():
-            if not (is_state and key in REGISTRIES) and not _equal_is_same(value, is_state and self._in_library[i]):
-                expected[key] = _Only(value, is_)
-        return expected
+
+@final
+class _Dicts:
+    """What is in some dicts, in lists that C code can compare with what others hold."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        self._sizes, self._keys = list(map(len, dicts)), [*chain.from_iterable(dicts)]
+        self._values = [*chain.from_iterable(map(dict.values, dicts))]
+
+    def are_in(self, dicts: Sequence[dict[Any, Any]]) -> bool:
+        """Whether these hold the same objects under the same keys."""
+        return (
+            list(map(len, dicts)) == self._sizes
+            and [*chain.from_iterable(dicts)] == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
+        )
+
+
+def _expect(box: Box, in_library: bool) -> dict[str, Any]:
+    """What equals the attributes of a module as they were seen."""
+    expected = box.seen.copy()
+    for key, value in box.seen.items():
+        if key not in REGISTRIES and not _equal_is_same(value, in_library):
+            expected[key] = _Only(value)
+    return expected
 
 
 @final
 class _Only:
-    """Equals one object only, or containers that hold the same."""
+    """Equals one object only."""
 
-    __slots__ = ("_is", "_value")
+    __slots__ = ("_value",)
 
-    def __init__(self, value: Any, is_same: Callable[[Any, Any], bool]) -> None:
-        self._value, self._is = value, is_same
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return self._is(other, self._value)
+        return other is self._value
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 

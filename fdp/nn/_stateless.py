@@ -94,16 +94,16 @@ class Skeleton:
         Given the bound names, do so to its attributes and registries too, but for what is under them.
         """
         bound = self.slots.take_out(names or ())
-        if not self.contents.are_untouched():
-            originals = {id(clone): part for part, clone in self.pairs(module)}
-            plain = self.contents.write_back(originals, attributes=names is not None)
-            self.cyclic |= not plain  # what was written may be the module
+        plain = self.contents.write_back(
+            lambda: {id(clone): part for part, clone in self.pairs(module)}, attributes=names is not None
+        )
+        self.cyclic |= not plain  # what was written may be the module
         for slot, key, now in bound:
             slot[key] = now
 
     def catch_up(self, module: nn.Module) -> None:
         """Have in the clone's containers what has come into those of the module meanwhile."""
-        self.contents.catch_up({id(part): clone for part, clone in self.pairs(module)})
+        self.contents.catch_up(lambda: {id(part): clone for part, clone in self.pairs(module)})
 
 
 leave_alone(globals())

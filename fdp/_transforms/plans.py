@@ -30,14 +30,17 @@ def signature_of(
     """All that a plan depends on; None if that cannot be said."""
     if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
         return None
-    weights = None if options.weights is None else tuple(options.weights)
+    weights = () if options.weights is None else options.weights
+    if type(weights) not in (list, tuple) or not all(type(weight) in (int, float) for weight in weights):
+        return None
     dims = [signature_of_dims(arg.dims) for arg in args]
-    if None in dims or not all(type(weight) in (int, float) for weight in weights or ()):
+    kinds = [list(map(_kind_of, flat.leaves)) for flat in flats]
+    if None in dims or any(None in each for each in kinds):
         return None
     devices = options.devices
     if devices is not None or not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
         devices = as_devices(devices, options.where)
-    trees = [(flat.structure, *map(_kind_of, flat.leaves)) for flat in flats]
+    trees = [(flat.structure, *each) for flat, each in zip(flats, kinds, strict=True)]
     names = tuple(arg.name for arg in args)
     return (
         options.where,
@@ -45,7 +48,7 @@ def signature_of(
         names,
         n_args,
         devices,
-        weights,
+        None if options.weights is None else tuple(weights),
         options.axis_name,
         microbatches,
         *dims,
@@ -54,12 +57,13 @@ def signature_of(
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What a plan may depend on of a leaf."""
+    """What a plan may depend on of a leaf; None if that cannot be said."""
     if isinstance(leaf, torch.Tensor):
         shape = None if leaf.is_nested else leaf.shape
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
     if isinstance(leaf, Slots):
-        return type(leaf), leaf.devices, leaf.sizes, signature_of_dims(leaf.dims) or object()
+        dims = signature_of_dims(leaf.dims)
+        return dims and (type(leaf), leaf.devices, leaf.sizes, *dims)
     return type(leaf)
 
 

@@ -10,7 +10,7 @@ from fdp._trees.containers import NAMESPACE
 from fdp._trees.describe import MAPPINGS, describe
 from fdp._trees.listing import names
 from fdp._trees.registry import HOLDERS, TreeValueError, is_leaf
-from fdp._trees.types import Dims, Tree
+from fdp._trees.types import Auto, Dims, Tree
 
 _SEQUENCES = (list, tuple, deque)
 
@@ -32,7 +32,7 @@ def signature_of_dims(dims: Dims) -> tuple[Any, ...] | None:
     return (structure, kinds, *specs) if _SPECS.issuperset(kinds) else None
 
 
-_SPECS = frozenset({int, str, bool, type(None)})
+_SPECS = frozenset({int, str, bool, type(None), Auto})
 
 
 def named_spec(structure: optree.PyTreeSpec, specs: Sequence[Any]) -> Dims:

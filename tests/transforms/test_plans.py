@@ -4,7 +4,7 @@ import functools
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -152,6 +152,29 @@ def test_true_is_no_dim_although_one_is():
     assert torch.equal(fdp.dp_apply(lambda _, x: x, None, x, SLOTS, in_dims=1, out_dims=1), x)
     with pytest.raises(ValueError, match="the dim for inputs is True"):
         fdp.dp_apply(lambda _, x: x, None, x, SLOTS, in_dims=True, out_dims=1)
+
+
+@pytest.mark.parametrize("weights", [{1: 2, 2: 3}, {1, 2}, "12", 2, iter([1, 2])])
+def test_what_is_no_sequence_of_weights_although_one_was(weights: Any):
+    x = numbers(6)
+    assert torch.equal(fdp.dp_apply(lambda _, x: x, None, x, SLOTS, weights=[1, 2]), x)
+    if isinstance(weights, Iterator):
+        assert torch.equal(fdp.dp_apply(lambda _, x: x, None, x, SLOTS, weights=cast(Any, weights)), x)
+    else:
+        with pytest.raises(TypeError, match="weights must be a sequence of numbers"):
+            fdp.dp_apply(lambda _, x: x, None, x, SLOTS, weights=weights)
+
+
+def test_no_weights_at_all_are_an_error_although_none_are_not():
+    x = numbers(6)
+    assert torch.equal(fdp.dp_apply(lambda _, x: x, None, x, SLOTS), x)
+    with pytest.raises(ValueError, match="0 weights for 2 slots"):
+        fdp.dp_apply(lambda _, x: x, None, x, SLOTS, weights=[])
+
+
+def test_what_parallel_apply_returns_has_a_signature():
+    state = fdp.parallel_apply(lambda x: x, fdp.scatter(numbers(6), SLOTS))
+    assert plan_of(linear, state, numbers(6, 1)) is plan_of(linear, state, numbers(6, 1))
 
 
 def test_tensors_as_weights_are_read_in_each_call():

@@ -4,14 +4,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fdp._collectives.dispatch import on_tree
 from fdp._collectives.mean import mean
 from fdp._collectives.meeting import axis_of
 from fdp._collectives.operations import Exchange, Extreme, Gather, Permute, Scatter, Sum, from_end
-from fdp._trees.tree import map_tensors
 from fdp._trees.types import Tree
 
 
@@ -90,11 +86,7 @@ def psum(tree: Tree, axis_name: str = "data") -> Tree:
         ValueError: Structures, shapes or dtypes differ.
         RuntimeError: Some slot calls another collective, or ends without calling one.
     """
-    return on_tree("psum", map_tensors(_countable, tree), axis_name, lambda ndims: Sum())
-
-
-def _countable(x: Tensor) -> Tensor:
-    return x.to(torch.int64) if x.dtype is torch.bool else x
+    return on_tree("psum", tree, axis_name, lambda ndims: Sum())
 
 
 def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:

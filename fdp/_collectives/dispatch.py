@@ -12,7 +12,7 @@ from fdp._collectives.transpose import Fence, Handle, Note, Undifferentiable, ex
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.slot import Axis
 from fdp._trees.listing import listed
-from fdp._trees.tree import flatten, unflatten
+from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 
 
@@ -22,27 +22,34 @@ def on_tree(
     """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
     axis = axis_of(where, axis_name)
     flat = flatten(tree, "tree", where=where)
-    kinds = (Tensor, int, float) if numbers else (Tensor,)
-    wrong = [(i, leaf) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
-    if wrong:
-        kind = "tensors, ints and floats" if numbers else "tensors"
-        each = listed(wrong, lambda pair: f"{flat.path(pair[0])} ({_type(pair[1])})")
-        raise TypeError(f"{where}: only {kind} can be exchanged, not {each}. torch.as_tensor makes tensors of numbers")
-    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    are_tensors = [isinstance(leaf, Tensor) for leaf in flat.leaves]
+    tensors = flat.leaves if all(are_tensors) else [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    plain = () if all(are_tensors) else [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
+    if not all(isinstance(leaf, int | float) and numbers for leaf in plain):
+        raise _not_exchanged(where, flat, numbers)
     operation = make([tensor.ndim for tensor in tensors])
     operation.name = where
-    same = flat.structure, [isinstance(x, Tensor) for x in flat.leaves], operation.options()
-    found = iter(_exchange(axis, operation, tensors, same))
-    plain = [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
-    rest = iter(_of_numbers(axis, where, plain, same))
-    return unflatten(flat.structure, [next(found) if isinstance(leaf, Tensor) else next(rest) for leaf in flat.leaves])
+    same = flat.structure, are_tensors, operation.options()
+    found = _exchange(axis, operation, operation.given(tensors), same)
+    if plain:
+        each, rest = iter(found), iter(_of_numbers(axis, where, plain, same))
+        found = [next(each) if is_tensor else next(rest) for is_tensor in are_tensors]
+    return unflatten(flat.structure, found)
+
+
+def _not_exchanged(where: str, flat: Flat, numbers: bool) -> TypeError:
+    kinds = (Tensor, int, float) if numbers else (Tensor,)
+    wrong = [(i, leaf) for i, leaf in enumerate(flat.leaves) if not isinstance(leaf, kinds)]
+    kind = "tensors, ints and floats" if numbers else "tensors"
+    each = listed(wrong, lambda pair: f"{flat.path(pair[0])} ({_type(pair[1])})")
+    return TypeError(f"{where}: only {kind} can be exchanged, not {each}. torch.as_tensor makes tensors of numbers")
 
 
 def _type(leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
 
 
-def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[Any]:
+def _of_numbers(axis: Axis, where: str, numbers: Sequence[Any], same: Any) -> list[Any]:
     reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
 
     def combine(values: list[list[Any]]) -> list[list[Any]]:
@@ -50,7 +57,7 @@ def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[A
         # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
         return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
 
-    if not numbers or axis.slot.count == 1:
+    if axis.slot.count == 1:
         return [sum([x]) for x in numbers]  # as with several: bools become ints
     rendezvous = rendezvous_of(axis, where)
     index = rendezvous.place(axis.slot)
@@ -62,7 +69,7 @@ def _of_numbers(axis: Axis, where: str, numbers: list[Any], same: Any) -> list[A
     return rendezvous.meet(index, key, Signature(where, ("numbers", same), say), numbers, combine)
 
 
-def _exchange(axis: Axis, operation: Operation, tensors: list[Tensor], same: Any) -> Sequence[Tensor]:
+def _exchange(axis: Axis, operation: Operation, tensors: Sequence[Tensor], same: Any) -> Sequence[Tensor]:
     if not tensors:
         return ()
     if isinstance(operation, Extreme):

@@ -1,6 +1,21 @@
-"""Where a collective meets: the axis, and one meeting of its slots."""
+"""Where a collective meets: the axis, and what its slots bring to one meeting and take from it.
 
-from collections.abc import Sequence
+What holds at any time:
+
+- Every slot comes with tensors, without their graph and packed where they are small. Slot 0 alone computes, in its
+  thread, when all are there (`_Exchange`); the others wait in `Rendezvous.meet` meanwhile.
+- Under torch.func from outside tensors keep their graph and are not packed: the graph of all slots is one then.
+- No memory of a result is that of another slot's, nor of what a slot has brought. So slots may write to what they get.
+- Sums are made in slot order, one slot after the other, packed or not: the same bits in each run.
+- What is left out of a gradient is decided for all slots and processes from the same marks, so that all come to the
+  next meeting, or none.
+
+`meet` is called in the thread of a slot, while it has its turn. No lock is held where tensors are moved or added up, so
+that errors of torch's arise like any other: in slot 0, as they are, and in the others as what they waited for.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,63 +83,102 @@ def meet(
     """Exchange the tensors of all slots; those that are not `given` are zeros that only stand for nothing."""
     if index == 0:
         report_collective(operation.name, tensors)
-    kinds = [operation.kind(x, i) for i, x in enumerate(tensors)]
-    packs = not rendezvous.settings.joint and operation.elementwise and len(tensors) > 1
-    layout = layout_of(tensors) if packs else None
+    is_joint = rendezvous.settings.joint
+    layout = None if is_joint or not operation.elementwise else layout_of(tensors)
     sent = tensors if layout is None else packed(tensors, layout)
-
-    names = _Leaves(operation.name)
-    each = [(x.dtype, x.shape) for x in tensors]
-
-    def say() -> str:
-        return "\n".join(
-            [
-                said_of(same, [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in each]),
-                operation.options(),
-            ]
-        )
-
-    is_forward = given is None
-    needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-    def combine(values: list[Any]) -> list[Met]:
-        with stage(operation.name):
-            return exchanged(values)
-
-    def exchanged(values: list[Any]) -> list[Met]:
-        devices = [slot.device for slot in rendezvous.slots]
-        operations, columns, needed, outside, marks = zip(*values, strict=True)
-        results: list[list[Tensor]] = [[] for _ in values]
-        moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(zip(*columns, strict=True))]
-        peers, name = rendezvous.settings.peers, operation.name
-        own = any(needed), all(map(all, marks))
-        table = peers.agree(name, (key, kinds, operation.options()), say, own, joint=rendezvous.settings.joint)
-        is_from_outside = peers.has_others()  # of which it is not known
-        if any(needed) and not all(needed) and not is_from_outside:
-            is_from_outside = any(ask() for ask, is_needed in zip(outside, needed, strict=True) if is_needed)
-        needed = any(row[0] for row in table)
-        reached: Sequence[Sequence[bool]] = marks
-        if not is_forward:
-            everybody = _reached(operations[0], marks, peers, all(row[1] for row in table))
-            if not any(map(any, everybody)):  # everywhere, or some would wait for the others
-                return [Met([], needed, [False] * len(tensors), is_from_outside) for _ in marks]
-            first = peers.slots_before()
-            reached = everybody[first : first + len(marks)]
-        found = peers.combine(operations[0], moved)
-        for leaf, (xs, made) in enumerate(zip(zip(*columns, strict=True), found, strict=True)):
-            seen = {id(x) for x in xs}
-            for result, x, device in zip(results, made, devices, strict=True):
-                result.append(copy(x, device, names, leaf, always=id(x) in seen))  # each slot may write to its own
-                seen.add(id(x))
-        for other in operations[1:]:
-            vars(other).update(vars(operations[0]))  # the sizes that it has seen
-        return [Met(result, needed, each, is_from_outside) for result, each in zip(results, reached, strict=True)]
-
-    own = [x.detach() for x in sent] if not rendezvous.settings.joint and depth() == 0 else sent
-    value = operation, own, needs, are_from_outside(tensors), [True] * len(tensors) if given is None else given
-    what = Signature(operation.name, (same, kinds), say)
-    met = rendezvous.meet(index, key, what if is_forward else what._replace(advice=_IN_A_GRADIENT), value, combine)
+    brought = _Brought(
+        operation,
+        sent if is_joint or depth() > 0 else [x.detach() for x in sent],
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        are_from_outside(tensors),
+        [True] * len(tensors) if given is None else given,
+    )
+    kinds = [part for i, x in enumerate(tensors) for part in operation.kind(x, i)]  # in one list: few objects
+    exchange = _Exchange(rendezvous, (key, kinds, operation.options()), partial(_said, operation, tensors, same))
+    what = Signature(operation.name, (same, kinds), exchange.say)
+    if given is None:
+        met = rendezvous.meet(index, key, what, brought, exchange.forward)
+    else:
+        met = rendezvous.meet(index, key, what._replace(advice=_IN_A_GRADIENT), brought, exchange.gradient)
     return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
+
+
+def _said(operation: Operation, tensors: Sequence[Tensor], same: Any) -> str:
+    each = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors]
+    return f"{said_of(same, each)}\n{operation.options()}"
+
+
+class _Brought(NamedTuple):
+    """What a slot comes with, whether it needs a gradient, and what says whether from leaves outside."""
+
+    operation: Operation
+    tensors: Sequence[Tensor]
+    needs: bool
+    is_from_outside: Callable[[], bool]
+    given: Sequence[bool]
+
+
+class _Exchange(NamedTuple):
+    """What slot 0 does for all, when all are there; `same` is what other processes must have too."""
+
+    rendezvous: Rendezvous
+    same: Any
+    say: Callable[[], str]
+
+    def forward(self, brought: Sequence[_Brought]) -> list["Met"]:
+        """The results for each slot."""
+        with stage(brought[0].operation.name):
+            is_needed, _ = self._agreed(brought)
+            is_from_outside = self._is_from_outside(brought)
+            return [
+                Met(found, is_needed, own.given, is_from_outside)
+                for found, own in zip(self._dealt(brought), brought, strict=True)
+            ]
+
+    def gradient(self, brought: Sequence[_Brought]) -> list["Met"]:
+        """`forward`, of which some results are made of nothing: none are found where all are, in all slots."""
+        peers, count = self.rendezvous.settings.peers, len(brought)
+        with stage(brought[0].operation.name):
+            is_needed, all_given = self._agreed(brought)
+            is_from_outside = self._is_from_outside(brought)
+            everybody = _reached(brought[0].operation, [own.given for own in brought], peers, all_given)
+            if not any(map(any, everybody)):  # everywhere, or some would wait for the others
+                return [Met([], is_needed, [False] * len(own.given), is_from_outside) for own in brought]
+            reached = everybody[peers.slots_before() :][:count]
+            return [
+                Met(found, is_needed, each, is_from_outside)
+                for found, each in zip(self._dealt(brought), reached, strict=True)
+            ]
+
+    def _agreed(self, brought: Sequence[_Brought]) -> tuple[bool, bool]:
+        """Whether some slot needs a gradient, and whether all tensors are given: in all processes."""
+        own = any(each.needs for each in brought), all(all(each.given) for each in brought)
+        settings, name = self.rendezvous.settings, brought[0].operation.name
+        table = settings.peers.agree(name, self.same, self.say, own, joint=settings.joint)
+        return any(row[0] for row in table), all(row[1] for row in table)
+
+    def _is_from_outside(self, brought: Sequence[_Brought]) -> bool:
+        """Whether a gradient that some need, and others do not, goes to leaves outside."""
+        if self.rendezvous.settings.peers.has_others():  # of which it is not known
+            return True
+        needs = [each for each in brought if each.needs]
+        return 0 < len(needs) < len(brought) and any(each.is_from_outside() for each in needs)
+
+    def _dealt(self, brought: Sequence[_Brought]) -> list[list[Tensor]]:
+        """The results, each on the device of its slot, and each in memory of its own: slots may write to theirs."""
+        operation = brought[0].operation
+        devices, names = [slot.device for slot in self.rendezvous.slots], _Leaves(operation.name)
+        columns = list(zip(*(each.tensors for each in brought), strict=True))
+        moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(columns)]
+        results: list[list[Tensor]] = [[] for _ in brought]
+        for leaf, made in enumerate(self.rendezvous.settings.peers.combine(operation, moved)):
+            seen = {id(x) for x in columns[leaf]}
+            for result, x, device in zip(results, made, devices, strict=True):
+                result.append(copy(x, device, names, leaf, always=id(x) in seen))
+                seen.add(id(x))
+        for other in brought[1:]:
+            vars(other.operation).update(vars(operation))  # the sizes that it has seen
+        return results
 
 
 def _reached(
@@ -180,7 +234,7 @@ class _Moved(Sequence[Tensor]):
 
 
 class _Leaves(NamedTuple):
-    """Signature the log of `transfers` calls what is exchanged."""
+    """What the log of `transfers` calls what is exchanged."""
 
     name: str
 

@@ -27,9 +27,13 @@ class Operation(abc.ABC):
         """What has to be the same on all slots, besides the tensors: as arguments are written."""
         return ""
 
-    def kind(self, x: Tensor, leaf: int) -> Any:
-        """What of a tensor has to be the same on all slots."""
-        return tuple(x.shape), x.dtype
+    def given(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What it is applied to."""
+        return tensors
+
+    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
+        """What of a tensor has to be the same on all slots, its dtype last."""
+        return *x.shape, x.dtype
 
     @abc.abstractmethod
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
@@ -50,6 +54,9 @@ class Operation(abc.ABC):
 class Sum(Operation):
     name = "psum"
     elementwise = True
+
+    def given(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [x.to(torch.int64) if x.dtype is torch.bool else x for x in tensors]  # bools are counted
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         return [_reduced(self.name, total, xs)] * len(xs)
@@ -88,11 +95,11 @@ class Gather(Operation):
     def options(self) -> str:
         return f"dim={_each(self.dims)}, stack={self.stack}"
 
-    def kind(self, x: Tensor, leaf: int) -> Any:
+    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
         shape = list(x.shape)
         if not self.stack:
             shape[self.dims[leaf]] = -1
-        return tuple(shape), x.dtype
+        return *shape, x.dtype
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         dim = self.dims[leaf]
@@ -138,10 +145,10 @@ class Exchange(Operation):
     def options(self) -> str:
         return f"split_dim={_each(self.split)}, concat_dim={_each(self.join)}"
 
-    def kind(self, x: Tensor, leaf: int) -> Any:
+    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
         shape = list(x.shape)
         shape[self.join[leaf]] = -1
-        return (tuple(shape) if self.sizes is None else x.ndim), x.dtype
+        return (*shape, x.dtype) if self.sizes is None else (x.ndim, x.dtype)
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         split, join, n, xs = self.split[leaf], self.join[leaf], len(xs), list(xs)

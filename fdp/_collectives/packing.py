@@ -15,8 +15,10 @@ def layout_of(tensors: Sequence[Tensor]) -> list[list[int]] | None:
     """Which small tensors travel as one: groups of the same dtype and device. None if there are none."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
-        small = x.layout is torch.strided and x.nbytes < _SMALL
-        groups.setdefault((x.dtype, x.device) if small else i, []).append(i)
+        if x.layout is torch.strided and x.nbytes < _SMALL:
+            groups.setdefault((x.dtype, x.device), []).append(i)
+        else:
+            groups[i] = [i]
     return None if len(groups) == len(tensors) else list(groups.values())
 
 
@@ -29,11 +31,17 @@ def packed(tensors: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
 
 
 def unpacked(packed: Sequence[Tensor], like: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
-    """Inverse of `packed`; the tensors are shaped as those that they are `like`."""
+    """Inverse of `packed`; the tensors are shaped as those that they are `like`.
+
+    Each has a version of its own, so that a write to one is none to the others: `unsafe_split_with_sizes` and `.data`
+    make no views of what they are given.
+    """
     found: list[Any] = [None] * len(like)
     for group, x in zip(layout, packed, strict=True):
-        parts = [x] if len(group) == 1 else torch_private.unflatten_dense_tensors(x, [like[i] for i in group])
+        if len(group) == 1:
+            found[group[0]] = x
+            continue
+        parts = torch.unsafe_split_with_sizes(x, [like[i].numel() for i in group])
         for i, part in zip(group, parts, strict=True):
-            # `.data`: each has a version of its own, so that a write to one is none to the others.
-            found[i] = part if part is x else part.data
+            found[i] = part if like[i].ndim == 1 else part.view(like[i].shape).data
     return found

@@ -1,6 +1,6 @@
 """Where the slots of a call meet that are all alive at once.
 
-Signature holds at any time:
+What holds at any time:
 
 - A meeting has a key: what kind it is, and its how-many-th of this kind for a slot. It is in `_meetings` from when the
   first slot comes until slot 0 has seen all, and each slot comes once.
@@ -46,7 +46,6 @@ class Settings(NamedTuple):
     """
 
     limit: int
-    threads: int
     seed: int | None
     state: ThreadState
     joint: bool
@@ -80,7 +79,7 @@ class Rendezvous:
         return key, self._met[index][key]
 
     def meet(self, index: int, key: Any, what: Signature, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Waiter until all slots are here with the same; slot 0 combines their values to one for each.
+        """Wait until all slots are here with the same; slot 0 combines their values to one for each.
 
         Always the same slot: memory that a thread has freed serves the next results.
         """
@@ -137,7 +136,7 @@ class Rendezvous:
         return not self._ended.keys().isdisjoint(missing)
 
     def where(self, missing: Sequence[int], own: str) -> str:
-        """Signature those do for whom a slot waits."""
+        """What those do for whom a slot waits."""
         said = []
         for other in missing:
             if other in self._ended:
@@ -196,6 +195,7 @@ class _Meeting:
             raise
         finally:
             self.values.clear()
+            self.whats = {i: what._replace(say=str) for i, what in self.whats.items()}  # else it keeps tensors
             soon(partial(self._rendezvous.scheduler.resolve, list(self.waits.values())))
 
     def explain(self, index: int) -> Exception:

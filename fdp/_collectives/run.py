@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._collectives.lockstep import Task, run_together
+from fdp._collectives.slot_threads import Failures
 from fdp._execution.function_traits import (
     Safe,
     begin_anew,
@@ -25,7 +26,7 @@ from fdp._execution.function_traits import (
     remember_together,
 )
 from fdp._execution.patches import IN_TURNS, is_forward_mode
-from fdp._execution.random import bookmark, seeded
+from fdp._execution.random import bookmark, seeded, stay
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
@@ -134,7 +135,7 @@ def _is_known_to_meet(mode: Mode) -> bool:
 
 def _run_apart(
     tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take, taken: Sequence[int]
-) -> tuple[str | None, list[tuple[Slot, Exception]]]:
+) -> tuple[str | None, Failures]:
     """Run shards each by itself: the collective for which all have to be alive, or None and the failures.
 
     From here on it is a name and no exception, which would be the context of what the user sees.
@@ -142,41 +143,49 @@ def _run_apart(
     if _is_known_to_meet(mode) and slots[0].count > 1 and why_not_together() is None:
         return "", []
     wanted: list[str] = []
-    go_back = None
-    if mode.seed is None and slots[0].count > 1:
-        go_back = bookmark(dict.fromkeys(slot.device for slot in slots))
+    repeats = mode.seed is None and slots[0].count > 1
+    go_back = bookmark(dict.fromkeys(slot.device for slot in slots)) if repeats else stay
     before = WANTED.set(wanted)
     try:
-        failures = None
-        if _why_in_order(mode, len(tasks)) is None:
-            tasks = _in_a_chain(tasks)
-            failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays or mode.effects)
-            if failures is None and go_back is not None and not taken:  # else what was taken would be drawn again
-                go_back()
-        if failures is None:
-            failures = _run_in_order(tasks, slots, mode, take, len(taken))
+        failures = _run_each(tasks, slots, mode, take, taken, go_back)
     except Together as need:
         if need.wanted is not wanted:  # a collective of an axis around this one
             raise
-        if go_back is not None:
-            go_back()
         need.__traceback__ = None  # before torch 2.13 a checkpoint that it came through ends with its frame only
-        return need.name, []
+        failures = None
     except BaseException as error:
         forget_restarts(error)  # an interrupt may have come on its way
         raise
     finally:
         WANTED.reset(before)
-    if wanted and failures and go_back is not None:
-        go_back()
-    if wanted and failures:  # in a `finally` or `except` around the collective, perhaps
-        return wanted[0], []
-    if wanted:
+    if not wanted:
+        return None, failures or []
+    if failures == []:
         raise RuntimeError(
             f"{wanted[0]}: the function catches what is no Exception around its first collective, by a bare "
             "`except:` or a `return` in `finally`, and fdp cannot begin anew there. Catch Exception"
         )
-    return None, failures
+    go_back()  # those that failed did so in a `finally` or `except` around the collective, perhaps
+    return wanted[0], []
+
+
+def _run_each(
+    tasks: Sequence[Task],
+    slots: Sequence[Slot],
+    mode: Mode,
+    take: Take,
+    taken: Sequence[int],
+    go_back: Callable[[], None],
+) -> Failures:
+    """Side by side if they can, and in order what is left."""
+    if _why_in_order(mode, len(tasks)) is None:
+        tasks = _in_a_chain(tasks)
+        failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays or mode.effects)
+        if failures is not None:
+            return failures
+        if not taken:  # else what was taken would be drawn again
+            go_back()
+    return _run_in_order(tasks, slots, mode, take, len(taken))
 
 
 def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
@@ -200,7 +209,7 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
     return [Task(task.run, map_tensors(partial(alias, {}), task.tree)) for task in tasks]
 
 
-def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> list[tuple[Slot, Exception]]:
+def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> Failures:
     side_by_side = mode.executor == "threads" or (mode.executor == "auto" and is_marked(mode.fn))
     here = mode.effects and mode.seed is None and not side_by_side
     compiles = may_compile()
@@ -225,14 +234,12 @@ def run_all(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode) -> list[An
     return results
 
 
-def _run_in_order(
-    tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take, first: int
-) -> list[tuple[Slot, Exception]]:
+def _run_in_order(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take, first: int) -> Failures:
     """One after the other in the caller's thread, from the `first` on.
 
     Kernels on accelerators are asynchronous, so shards on different devices overlap all the same.
     """
-    failures: list[tuple[Slot, Exception]] = []
+    failures: Failures = []
     before = IN_TURNS.set(IN_TURNS.get() or must_run_in_order(mode.fn))
     try:
         for i, (slot, task) in list(enumerate(zip(slots, tasks, strict=True)))[first:]:
@@ -275,7 +282,7 @@ def _why_in_order(mode: Mode, shards: int) -> str | None:
     return "the function has refused to run beside others" if must_run_in_order(mode.fn) else None
 
 
-def _noted(failures: Sequence[tuple[Slot, Exception]]) -> Exception:
+def _noted(failures: Failures) -> Exception:
     slot, first = failures[0]
     texts = [f"{type(error).__name__}: {text_of(error)}" for _, error in failures]
     notes = [str(slot)]  # the first must be seen, also of many slots

@@ -54,11 +54,14 @@ from fdp._trees import torch_private
 Task = Callable[[], Any]
 
 
+Failures = list[tuple[Slot, Exception]]
+
+
 class Outcome(NamedTuple):
     """What the tasks of each slot have returned, and which slots failed, those first that did not only wait."""
 
     results: list[list[Any]]
-    failures: list[tuple[Slot, Exception]]
+    failures: Failures
 
 
 def run_slots(
@@ -200,8 +203,6 @@ class _Lockstep:
     def _serve(self, index: int, context: contextvars.Context) -> None:
         """What the thread of a slot does."""
         try:
-            if torch.get_num_threads() != self._settings.threads:
-                torch.set_num_threads(self._settings.threads)
             with self._settings.state.restored(), torch.autograd.set_multithreading_enabled(False):
                 context.run(self._work, index)
         except BaseException as error:

@@ -74,6 +74,7 @@ class Autocast(NamedTuple):
 class ThreadState(NamedTuple):
     """The state of a thread, as far as what it calls can see it."""
 
+    threads: int  # inside operations
     inference: bool
     flags: list[Any]
     autocasts: list[Autocast]
@@ -94,6 +95,7 @@ class ThreadState(NamedTuple):
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
         fake = _fake_mode()
         return cls(
+            torch.get_num_threads(),
             torch.is_inference_mode_enabled(),
             [get() for get, _ in _FLAGS],
             [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types],
@@ -104,9 +106,15 @@ class ThreadState(NamedTuple):
             transforms,
         )
 
+    def with_threads(self, count: int) -> "ThreadState":
+        """With so many threads inside operations, at least one and no more than the caller has."""
+        return self._replace(threads=max(1, min(self.threads, count)))
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Put it in place in this thread, in which nothing else may count on its own state."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

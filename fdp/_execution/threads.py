@@ -25,8 +25,8 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -64,13 +64,15 @@ def run_side_by_side(
     install()
     on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)
     lanes = _Lanes(tasks, slots, has_effects=has_effects)
-    release, threads = releasing(lanes), torch.get_num_threads()
+    release = releasing(lanes)
     try:
         count = reserve(lanes, len(tasks) - 1, cores() if on_cpu else max(cores(), len(tasks)))
-        lanes.threads = max(1, min(threads, cores() // (count + 1))) if on_cpu else threads
+        threads = lanes.state.threads
         try:
-            if lanes.threads != threads:
-                torch.set_num_threads(lanes.threads)
+            if on_cpu:
+                lanes.state = lanes.state.with_threads(cores() // (count + 1))
+            if lanes.state.threads != threads:
+                torch.set_num_threads(lanes.state.threads)
             if may_compile():
                 lanes.lead(take, fn)
             before = compilations()
@@ -79,7 +81,7 @@ def run_side_by_side(
             # Sums of gradients too: OpenMP's own threads would go on spinning on cores that the next call needs.
             lanes.wait(take)
         finally:
-            if lanes.threads != threads:  # setting it also sets that of threads to come
+            if lanes.state.threads != threads:  # setting it also sets that of threads to come
                 torch.set_num_threads(threads)
         if lanes.is_refused or lanes.running.was_left:
             remember_order(fn)
@@ -117,8 +119,7 @@ class _Lanes:
         self.running = Running()
         self._has_effects = has_effects  # none can
         self._slots, self._process = slots, os.getpid()
-        self.threads = 0  # inside operations
-        self._state = ThreadState.of_caller([slot.device for slot in slots])
+        self.state = ThreadState.of_caller([slot.device for slot in slots])
         self._lock = threading.Lock()
         self._helping = 0  # how many workers
         self._own: int | None = None  # which one the caller runs, or has run
@@ -159,7 +160,7 @@ class _Lanes:
         while found:
             with self._lock:
                 self._helping += 1  # before a shard is taken: the caller waits for all that it finds gone
-            found = self._run_next(self._state)
+            found = self._run_next(self.state)
             with self._lock:
                 self._helping -= 1
             self._ended.put(None)
@@ -229,7 +230,7 @@ class _Lanes:
 
     def _run(self, job: _ShardJob, state: ThreadState | None = None) -> None:
         try:
-            with nullcontext() if state is None else self._as_caller(state):
+            with nullcontext() if state is None else state.restored():
                 self.running.begin(job.number)
                 try:
                     self._results[job.number] = run_in_slot(job.slot, job.task, job.context)
@@ -246,13 +247,6 @@ class _Lanes:
                 with self._lock:
                     self.todo.clear()
         self._done[job.number] = True
-
-    @contextmanager
-    def _as_caller(self, state: ThreadState) -> Iterator[None]:
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        with state.restored():
-            yield
 
     def _hand_on(self, take: Callable[[int, Any], None]) -> None:
         """What has ended, in order, up to a shard that fails or that makes all begin anew."""

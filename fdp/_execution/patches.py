@@ -1,4 +1,25 @@
-"""What torch keeps for the whole process although threads may use it: guarded once shards run side by side."""
+"""What torch keeps for the whole process although threads may use it: guarded once shards run side by side.
+
+Three things: the tensors that `functional_call` puts into a module, the state of the default generators, and the level
+of forward mode. `install` puts stand-ins in their place at the first call with threads or with slots that meet, and
+they stay. What holds from then on:
+
+- Outside of shards, and in shards that run one after the other because somebody has said so, a stand-in calls torch's
+  own and does nothing else. While something is compiled, so do those for modules and generators.
+- In a shard beside others, what looks at the state of generators or enters forward mode asks for being alone first
+  (`slot.be_alone`): the call begins anew in order, or the shard goes on when no other of its call runs.
+- Between an enter and its exit a thread holds `slot.EXCLUSIVE`, because other callers have shards too. It may enter
+  again inside, and so may threads that it waits for: they have its `_OWNER` in their context.
+- A thread that is inside cannot let others in, so its slots do not wait for each other there: `firm` says so.
+- Shards that have refused to run beside others run in order from then on (`IN_TURNS`). Those of other callers may do so
+  at the same time, so they hold `EXCLUSIVE` too.
+
+Any thread may call anything here. `_INSTALLING` is held while stand-ins are put in place, once, and no other lock of
+fdp is taken inside of it. `EXCLUSIVE` is taken after `be_alone` has returned: who waits to be alone holds nothing.
+
+What was refused: to guard forward mode in code that has nothing to do with shards. A program may wait inside of it for
+a thread of its own that uses it too.
+"""
 
 import contextvars
 import functools

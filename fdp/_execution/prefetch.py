@@ -1,4 +1,19 @@
-"""The next batches, loaded and moved while this one computes."""
+"""The next batches, loaded and moved while this one computes.
+
+What holds at any time:
+
+- The first batch is loaded in the thread of the caller. From then on one thread of its own iterates over the source,
+  and nobody else does.
+- Batches that are ready, or being loaded, are at most `size`: `_room` counts what is left, and is given back when a
+  batch is taken out of `_ready`.
+- What is raised comes through `_ready` in the place of a batch, and is the last thing there, as `_END` is.
+- On CUDA the thread loads on streams of its own and waits for them before it hands a batch on. The stream that takes
+  the batch is written down in its memory (`record_stream`).
+
+One thread at a time runs the generator, in the process that made it: in a forked child there is no thread that loads.
+When it is closed it waits for the batch that is being loaded; when the interpreter ends, for some seconds. There are no
+locks here: a semaphore, a queue, and a flag that is set before the semaphore is given back.
+"""
 
 import atexit
 import contextvars

@@ -1,7 +1,19 @@
 """Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads.
 
-States are taken under one lock. torch holds one of its own while `get_state` makes a tensor, which may collect garbage
-and so run Python in another thread: if that one asks for a state too, both wait for ever.
+What holds at any time:
+
+- States are taken under `slot.EXCLUSIVE`. torch holds a lock of its own while `get_state` makes a tensor, which may
+  collect garbage and so run Python in another thread: if that one asks for a state too, both wait for ever.
+- `OwnGenerators` hold it from `resume` to `pause`, for the length of a turn, and what stood in the generators outside
+  of the turn stands there again afterwards. `KeptGenerators` hold it for the change only: slot 0 in the calling thread
+  goes on with what it finds, and others may draw meanwhile.
+- `seeded` holds it while the shard runs, and takes no other threads (`IN_ORDER`). Where the shard takes turns, its
+  generators are one more belonging: they go with the turn, and come back with it.
+- Before a run that may begin anew, `bookmark` notes where generators are. If another thread has the lock it notes
+  nothing and does not wait: with others that draw, nothing can be repeated anyway.
+
+Where a turn, a seeded shard or a run that begins anew ends, the states of before are put back within one call of C, so
+that an interrupt comes before all of it or after.
 """
 
 import contextlib
@@ -120,11 +132,11 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     participant = this_participant()
     is_shared = SIDE_BY_SIDE.get() is not None and (participant is None or not participant.belongings)
     if is_shared or torch_private.len_torch_dispatch_stack() or _is_capturing(devices):
-        return _stay
+        return stay
     generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]
     before = _states(generators)
     if not before:
-        return _stay
+        return stay
 
     def go_back() -> None:
         with EXCLUSIVE.held(), torch_private.without_transforms():
@@ -133,8 +145,8 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     return go_back
 
 
-def _stay() -> None:
-    return
+def stay() -> None:
+    """What goes nowhere."""
 
 
 def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:

@@ -2,14 +2,31 @@
 
 Two rules make that so.
 
-What only one thread of the process may have (its generators, behind the lock of the process) is the last thing that a
-thread takes, and the first that it gives back: whoever has it has a turn, and waits for nobody. A thread with
-belongings therefore runs while no other of its turns does, and gives them back before each wait. Whatever cannot be
-given back (forward mode, a module that is called in place) begins when nobody else runs; a thread does not wait in it.
+What only one thread of the process may have (its generators, behind `slot.EXCLUSIVE`) is the last thing that a thread
+takes, and the first that it gives back: whoever has it has a turn, and waits for nobody. A thread with belongings
+therefore runs while no other of its turns does, and gives them back before each wait. Whatever cannot be given back
+(forward mode, a module that is called in place) begins when nobody else runs; a thread does not wait in it.
 
 A thread is waited for as long as it can go on by itself: it runs, it is ready to, or it is expected to enter. One that
 waits for threads that it has started is expected from when the last of them has ended, and not before. So if nobody can
 go on by himself, all that wait would wait for ever, and are told.
+
+What holds at any time:
+
+- A participant runs, or is in one of `_ready`, `_solo` and `_waiting`, or is away, or has not entered or has left.
+  `_running` counts those that run: at most `limit`, and one if `_is_solo`.
+- `_expected` counts those that can go on but are in none of these: about to enter, or away without children.
+- Each change ends with `_next`, which gives the turns that there are to those that are ready, first come first served.
+  It gives a turn by a release of the participant's `gate`, at which nobody else waits.
+- A wait ends once: `is_over` is set with the lock, and its error is raised in the thread that waited.
+
+The thread of a participant calls `begin`, `end`, `suspend`, `wait` and `alone`; `leave` is called for it too, after an
+interrupt. Anyone may call `expect` and `resolve`. `_lock` is held for looks and changes only. Under it `explain` makes
+errors from what is there, and no other lock is taken. A gate is waited at without the lock. For the main thread changes
+are shielded work (`interrupts`), because an interrupt between two steps would leave counts wrong.
+
+What was refused: a time limit alone, which lets slots that wait for each other stand for half an hour; it is there as
+the last resort (`PATIENCE`), for what waits outside of fdp.
 """
 
 import contextlib
@@ -72,7 +89,7 @@ class Participant:
         self.is_away = False  # until they have ended
 
     def begin(self) -> None:
-        """Waiter for a turn."""
+        """Wait for a turn."""
         shielded(self._enter)
         self._resume()
 
@@ -200,7 +217,7 @@ class Scheduler:
         parent.children = count
 
     def enter(self, participant: Participant) -> None:
-        """Waiter for a turn."""
+        """Wait for a turn."""
         with self._lock:
             if not (participant.is_away and participant.children):  # which can be after an interrupt only
                 self._expected -= 1

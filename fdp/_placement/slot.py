@@ -1,4 +1,22 @@
-"""What a shard sees of its surroundings: its place among the slots, and the state it must not leak to the others."""
+"""What a shard sees of its surroundings: its place among the slots, and the state it must not leak to the others.
+
+A shard runs in a copy of its caller's context, so what is noted in context variables ends with it, and reaches the
+threads that run nested calls. A thread that the function starts itself has none of it, unless it copies the context.
+
+Here is also the lock of the process, `EXCLUSIVE`. What holds at any time:
+
+- One thread holds it, as often as it likes, while it does what cannot go on in two threads: draw from generators with a
+  seed, read their states, call a module in place, use forward mode in a shard.
+- It is the outermost lock of fdp: none is held by a thread that begins to wait for it, and code of the user's runs
+  under it. Who wants to be alone among the shards of a call says so before (`be_alone`), without it.
+- Who holds it waits only for threads that work for it: the slots of a call inside, which have it lent (`LENT`). They
+  take turns, one at a time, so one thread of these uses it at a time.
+- A forked child has a new one. The thread that held it may not be there.
+
+Any thread may take it. `held` gives the RLock itself, whose enter and exit are C; what lends it is told by `is_here`.
+What was refused: a lock for each of these things. A shard may need several of them, and takes them in the order in
+which the function comes to them, so two threads would wait for each other.
+"""
 
 import contextlib
 import contextvars

@@ -35,8 +35,8 @@ def write_first(lent: Lent, device: torch.device) -> None:
             continue
         if own is None or lent.copy_of.get(id(value)) is not own:
             setattr(part, key, None if value is None else copy(value, device, Names([key]), 0))
-        elif not _is_same(own, moved := copy(value.detach(), own.device, Names([key]), 0)):
-            _write(own, moved)
+        elif not is_same(own, moved := copy(value.detach(), own.device, Names([key]), 0)):
+            write(own, moved)
 
 
 def write_means(
@@ -58,14 +58,14 @@ def write_means(
             found += [(part, key, None, False)] if own is not None else []
             continue
         moved = [copy(value.detach(), device, Names([key]), 0) for value in values if value is not None]
-        if own is not None and all(_is_same(value, given[id(own)]) for value in moved):
+        if own is not None and all(is_same(value, given[id(own)]) for value in moved):
             continue  # the mean of equal numbers need not be that number
         in_place = all(each.copy_of.get(id(value)) is own for each, value in zip(lent, values, strict=True))
         found.append((part, key, _mean(moved, len(values), weights, key, where), in_place))
     for part, key, value, in_place in found:  # not before all are found: one that has no mean is an error
         own = _own(part, key)
         if in_place and own is not None and value is not None and not is_expanded(own):
-            _write(own, value)
+            write(own, value)
         else:
             setattr(part, key, value)
 
@@ -73,7 +73,7 @@ def write_means(
 def _mean(values: Sequence[Tensor], count: int, weights: Sequence[float] | None, key: str, where: str) -> Tensor:
     if len(values) < count or len({(tuple(value.shape), value.dtype) for value in values}) > 1:
         problem = "differs in shape or dtype between replicas, and has no mean"
-    elif not is_inexact(values[0]) and not all(_is_same(value, values[0]) for value in values):
+    elif not is_inexact(values[0]) and not all(is_same(value, values[0]) for value in values):
         problem = f"is {values[0].dtype}, which has no mean, and differs between replicas"
     else:
         return mean(values, weights)
@@ -85,7 +85,8 @@ def _own(part: nn.Module, key: str) -> Tensor | None:
     return buffers[key] if key in buffers else None  # noqa: SIM401
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values."""
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
         return a.is_meta
     if a.layout is not torch.strided:
@@ -93,7 +94,8 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is NaN here
 
 
-def _write(own: Tensor, value: Tensor) -> None:
+def write(own: Tensor, value: Tensor) -> None:
+    """Give a buffer other values, in place."""
     with torch.inference_mode(own.is_inference()), torch.no_grad():
         if value.shape != own.shape:
             own.resize_(value.shape)

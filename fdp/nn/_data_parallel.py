@@ -11,6 +11,7 @@ from torch import nn
 
 from fdp._collectives.run import Mode, check_options
 from fdp._execution.function_traits import mark
+from fdp._execution.restart import Again
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
 from fdp._placement.partition import check_weights
@@ -160,7 +161,12 @@ class DataParallel(nn.Module, Generic[M]):
             if not args and not keywords:
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
-            outputs = self.parallel_apply(replicas, args, keywords)
+            try:
+                outputs = self.parallel_apply(replicas, args, keywords)
+            except Again:  # forward calls a collective, which was not known
+                loan.take_back()
+                replicas = self.replicate(self.module, self._ids_of(len(args), loan))
+                outputs = self.parallel_apply(replicas, args, keywords)
             output = self.gather(outputs, cast(Any, self.output_device))
             loan.write_back(replicas, self._where)
             del replicas  # which may then serve the next call
@@ -195,7 +201,7 @@ class DataParallel(nn.Module, Generic[M]):
         own = functools.partial(self.module)
         mark(own)
         meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
-        mode = Mode(executor, None, own, effects=meets, stays=True)
+        mode = Mode(executor, None, own, effects=meets, stays=True, apart=not loan.is_taken_back)
         if executor == "sequential":
             return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)

@@ -8,9 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from fdp._execution.restart import Restart
 from fdp._placement.partition import Partition
 from fdp._trees import torch_private
-from fdp.nn._buffers import Buffer, write_first, write_means
+from fdp.nn._buffers import Buffer, is_same, write, write_first, write_means
 from fdp.nn._copies import Tensors, copies_of, kept_copies
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
 from fdp.nn._replicate import as_replica, check_replicable, has_scripts, named_tensors, shallow
@@ -89,10 +90,15 @@ class Replica:
         if self.skeleton is None:
             return self.root(*args, **kwargs)
         self.skeleton.catch_up(self._module)
+        is_over = True
         try:
             return self.root(*args, **kwargs)
+        except Restart:  # others run in its place
+            is_over = False
+            raise
         finally:
-            self.skeleton.write_back(self._module)
+            if is_over:
+                self.skeleton.write_back(self._module)
 
     def end(self) -> None:
         """Let go of the tensors. If nobody else holds the clone, it serves the next call."""
@@ -109,6 +115,7 @@ class Loan:
         self.module, self._owner, self._takes = module, owner, buffers
         self.plan: Partition | None = None
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
+        self.is_taken_back = False  # a forward begins anew
         first = take(pool_of(module), module)
         self._spare = [first]
         self._ids = first.original_ids
@@ -122,8 +129,7 @@ class Loan:
         tensors = [*self.params.values(), *self.buffers.values()]
         check_replicable(self.module, tensors)
         self._device = next((tensor.device for tensor in tensors), devices[0])
-        if self._takes == "mean":
-            self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
+        self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
         made: list[nn.Module] = []
         own = [slot == 0 and device == self._device for slot, device in enumerate(devices)]
         columns = kept_copies(self._owner, self.params, devices, own)
@@ -133,6 +139,13 @@ class Loan:
             self._replicas[id(replica.root)] = replica
             made.append(replica.root)
         return made
+
+    def take_back(self) -> None:
+        """Undo what replicas have written to buffers, before others run in their place."""
+        self.is_taken_back = True
+        for buffer in self.buffers.values():
+            if not is_same(buffer, self._given[id(buffer)]):
+                write(buffer, self._given[id(buffer)])
 
     def _take(self) -> Skeleton | frozenset[int]:
         if self._has_clones:

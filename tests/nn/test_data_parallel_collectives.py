@@ -1,0 +1,43 @@
+"""Modules of a DataParallel that call collectives themselves: forward begins anew once, and nobody sees it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fdp
+
+X = torch.randn(8, 3, dtype=torch.float64)
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.seen: list[float] = []
+        self.register_buffer("bound", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bound = self.bound + 1
+        self.seen.append(x[0, 0].item())
+        return x + fdp.psum(self.bn(x).square().sum(0))
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_state_is_written_once_also_in_a_forward_that_begins_anew(executor: Any, buffers: Any):
+    module = Summing().double()
+    parallel = fdp.DataParallel(module, ["cpu", "cpu"], buffers=buffers, executor=executor)
+    alone = [nn.BatchNorm1d(3).double() for _ in range(2)]
+    for calls in (1, 2):
+        parts = [bn(part) for bn, part in zip(alone, X.split(4), strict=True)]
+        torch.testing.assert_close(parallel(X), X + sum(part.square().sum(0) for part in parts))
+        means = torch.stack([bn.state_dict()["running_mean"] for bn in alone])
+        want = means[0] if buffers == "first" else means.mean(0)
+        torch.testing.assert_close(module.bn.running_mean, want)
+        if buffers == "mean":
+            for bn in alone:
+                bn.load_state_dict(module.bn.state_dict())
+        assert (module.bn.num_batches_tracked, module.bound) == (calls, calls)
+        assert module.seen == [X[0, 0], X[4, 0]] * calls

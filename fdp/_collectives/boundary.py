@@ -26,7 +26,7 @@ from fdp._collectives.graph import (
     waited_for,
 )
 from fdp._trees import torch_private
-from fdp._trees.tree import map_tensors
+from fdp._trees.tree import map_tensors, tensors_in
 from fdp._trees.types import Tree
 
 
@@ -69,6 +69,8 @@ class Ends(NamedTuple):
 def isolated(tree: Tree) -> tuple[Tree, Ends]:
     """The tree with leaves of its own in place of tensors that lead on into the caller's graph."""
     ends = Ends([], [])
+    if not any(x.requires_grad and not x.is_leaf for x in tensors_in(tree, is_new=True)):
+        return tree, ends
     own: dict[int, Tensor] = {}
 
     def isolate(tensor: Tensor) -> Tensor:
@@ -80,8 +82,7 @@ def isolated(tree: Tree) -> tuple[Tree, Ends]:
             ends.inner.append(own[id(tensor)])
         return own[id(tensor)]
 
-    new = map_tensors(isolate, tree)
-    return (new, ends) if ends.outer else (tree, ends)  # containers stay the same objects if they can
+    return map_tensors(isolate, tree), ends
 
 
 def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tree]:
@@ -115,15 +116,7 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
 
 
 def _differentiable(tree: Tree) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found[id(tensor)] = tensor
-        return tensor
-
-    map_tensors(look, tree)
-    return list(found.values())
+    return list({id(x): x for x in tensors_in(tree, is_new=True) if x.requires_grad}.values())
 
 
 class _Graph(NamedTuple):

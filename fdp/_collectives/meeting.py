@@ -67,7 +67,7 @@ def rendezvous_of(axis: Axis, where: str) -> Rendezvous:
         )
     if axis.rendezvous is None:
         axis.wanted.append(where)
-        raise Together(where, axis.wanted)
+        raise Together(axis.wanted)
     return axis.rendezvous
 
 

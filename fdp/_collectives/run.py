@@ -180,7 +180,7 @@ def _run_each(
     """Side by side if they can, and in order what is left."""
     if _why_in_order(mode, len(tasks)) is None:
         tasks = _in_a_chain(tasks)
-        failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays or mode.effects)
+        failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays)
         if failures is not None:
             return failures
         if not taken:  # else what was taken would be drawn again

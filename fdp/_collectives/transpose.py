@@ -199,6 +199,10 @@ class Identity(torch.autograd.Function):
         ctx.known, *_ = inputs
         ctx.set_materialize_grads(False)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
+
 
 class Gate(Identity):
     """What lets a gradient through only while it is open: `[True]`."""
@@ -206,10 +210,6 @@ class Gate(Identity):
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
         return None, *(grads if ctx.known[0] else [None] * len(grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
 
 
 class Undifferentiable(Identity):
@@ -236,7 +236,3 @@ class Fence(Identity):
                 "loss with fdp.dp_apply, and differentiate that twice from outside"
             )
         return None, *grads
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])

@@ -4,11 +4,7 @@ from typing import Any
 
 
 class Restart(BaseException):
-    """Ends a run from within; whoever began it catches it. `name` is the collective that slots have come to."""
-
-    def __init__(self, name: str = "") -> None:
-        super().__init__(name)
-        self.name = name
+    """Ends a run from within; whoever began it catches it."""
 
 
 class Together(Restart):
@@ -17,8 +13,8 @@ class Together(Restart):
     Calls in between, which do not have this list of what was wanted, let it pass.
     """
 
-    def __init__(self, name: str, wanted: list[str]) -> None:
-        super().__init__(name)
+    def __init__(self, wanted: list[str]) -> None:
+        super().__init__(wanted[0])
         self.wanted = wanted
 
 
@@ -31,7 +27,11 @@ class InOrder(Restart):
 
 
 class Again(Restart):
-    """Raised by a call that leaves it to its caller to begin anew."""
+    """Raised by a call that leaves it to its caller to begin anew. `name` is the collective that slots have come to."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 def forget_restarts(error: BaseException) -> None:

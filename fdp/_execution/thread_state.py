@@ -35,10 +35,8 @@ def is_carried() -> bool:
     functionalization keep state outside of the stack of transforms. A profiler would see one thread.
     """
     return (
-        all(isinstance(mode, torch_private.DeviceContext | Carried) for mode in _function_modes())
+        why_not_together() is None
         and torch_private.len_torch_dispatch_stack() == 0
-        and torch_private.saved_tensors_hooks(True) is None
-        and torch_private.get_tracing_state() is None
         and not torch_private.profiler_enabled()
         and all(layer.key() in _CARRIED for layer in torch_private.get_interpreter_stack() or ())
     )

@@ -114,8 +114,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return optree.tree_unflatten(structure, list(map(fn, leaves)))
 
 
-def tensors_in(tree: Tree) -> list[torch.Tensor]:
-    """All tensors of a tree."""
+def tensors_in(tree: Tree, *, is_new: bool = False) -> list[torch.Tensor]:
+    """All tensors of a tree; `is_new`: types in it may not have been met yet."""
+    if is_new:
+        register_nodes(tree)
     return [leaf for leaf in by_optree(tree, by=optree.tree_leaves) if isinstance(leaf, torch.Tensor)]
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import numbers
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,12 +12,10 @@ import torch
 from fdp._collectives.lockstep import Task, run_together
 from fdp._collectives.slot_threads import Failures
 from fdp._execution.function_traits import (
-    Safe,
     begin_anew,
     compilations,
     is_cold,
     is_marked,
-    mark,
     may_compile,
     meets,
     must_run_in_order,
@@ -50,41 +47,6 @@ class Mode(NamedTuple):
     stays: bool = False  # nor where it does not fit beside others: it goes on alone
     apart: bool = False  # the call raises `Again`
     peers: PeerCall = ALONE_IN_CALL
-
-
-def thread_safe(fn: Function) -> Function:
-    """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
-
-    `thread_safe(fn)(*args) == fn(*args)`.
-
-    >>> import fdp, torch
-    >>> @fdp.thread_safe
-    ... def loss(w, x):
-    ...     return (x @ w).square().mean()
-    >>> fdp.grad(loss, devices=fdp.virtual_devices(2))(torch.ones(2), torch.eye(2))
-    tensor([1., 1.])
-
-    Functions of tensors are, and so is what `functional` returns. Not safe is what writes to objects that the calls
-    share: a counter, a list of activations, the buffers of a module that is called as it is.
-
-    Args:
-        fn: Any callable.
-
-    Returns:
-        A function of Python and what `functional` returns, itself; any other callable, wrapped in a
-        `functools.partial`. The mark is on this object: a wrapper of it needs one of its own.
-
-    Raises:
-        TypeError: Not callable.
-    """
-    if not callable(fn):
-        raise TypeError(f"thread_safe: expected a function, got {type(fn).__name__}")
-    if isinstance(fn, Safe):
-        return fn
-    if not isinstance(fn, types.FunctionType):
-        fn = partial(fn)
-    mark(fn)
-    return fn
 
 
 def check_options(executor: Executor, seed: int | None, where: str) -> None:

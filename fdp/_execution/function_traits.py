@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from fdp._placement.slot import AXES, CALLS, Slot
+from fdp._trees.types import Function
 
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
 _TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
 _ORDERED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()  # with what they close over
-
-
 _SAFE: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -33,6 +32,41 @@ class Safe:
 def mark(fn: Any) -> None:
     """Mark a function object as safe in threads. Not by an attribute: `functools.wraps` would copy it to wrappers."""
     _SAFE.add(fn)
+
+
+def thread_safe(fn: Function) -> Function:
+    """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
+
+    `thread_safe(fn)(*args) == fn(*args)`.
+
+    >>> import fdp, torch
+    >>> @fdp.thread_safe
+    ... def loss(w, x):
+    ...     return (x @ w).square().mean()
+    >>> fdp.grad(loss, devices=fdp.virtual_devices(2))(torch.ones(2), torch.eye(2))
+    tensor([1., 1.])
+
+    Functions of tensors are, and so is what `functional` returns. Not safe is what writes to objects that the calls
+    share: a counter, a list of activations, the buffers of a module that is called as it is.
+
+    Args:
+        fn: Any callable.
+
+    Returns:
+        A function of Python and what `functional` returns, itself; any other callable, wrapped in a
+        `functools.partial`. The mark is on this object: a wrapper of it needs one of its own.
+
+    Raises:
+        TypeError: Not callable.
+    """
+    if not callable(fn):
+        raise TypeError(f"thread_safe: expected a function, got {type(fn).__name__}")
+    if isinstance(fn, Safe):
+        return fn
+    if not isinstance(fn, types.FunctionType):
+        fn = functools.partial(fn)
+    mark(fn)
+    return fn
 
 
 def is_marked(fn: Any) -> bool:

@@ -157,7 +157,7 @@ def execute(program: Sequence[Step], registers: list[Tensor], fault: Fault | Non
 
 
 def simulate(program: Sequence[Step], columns: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Run it on all slots at once: `columns` has a list with one tensor a slot for each register."""
+    """Run it on all slots at once: `columns` has a list with one tensor per slot for each register."""
     for name, target, source, other, number in program:
         xs, ys = columns[source], columns[other]
         if name in ELEMENTWISE:

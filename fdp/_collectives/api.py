@@ -165,7 +165,7 @@ def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool
         tree: Tensors of the same dtypes and, but for `dim`, the same shapes on all slots.
         axis_name: The innermost call with this name.
         dim: The dimension along which they are joined; they may differ in it.
-        stack: Make `dim` a new dimension, with one entry a slot.
+        stack: Make `dim` a new dimension, with one entry per slot.
 
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does.

@@ -39,7 +39,7 @@ def run_together(
     here: bool = False,
     peers: PeerCall,
 ) -> tuple[list[Any], Failures]:
-    """Run one task a slot, or several one after the other, with all slots alive: results in order, and failures.
+    """Run one task per slot, or several one after the other, with all slots alive: results in order, and failures.
 
     `here`: the first slot in the calling thread, and the others when it meets them.
     """

@@ -1,4 +1,4 @@
-"""Running the shards of a call. An executor runs tasks, one a slot, and hands on their results in order."""
+"""Running the shards of a call. An executor runs tasks, one per slot, and hands on their results in order."""
 
 import contextlib
 import numbers
@@ -58,7 +58,7 @@ def check_options(executor: Executor, seed: int | None, where: str) -> None:
 
 
 def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
-    """Run one task a slot and let `take` have what each returns, in order.
+    """Run one task per slot and let `take` have what each returns, in order.
 
     If a shard fails the others still run, and the first failure is raised with a note that names all of them.
     """

@@ -87,12 +87,12 @@ def print_document(document: Mapping[str, Any]) -> None:
 def add_devices(parser: argparse.ArgumentParser, what: str) -> None:
     """Add `--devices` and `--virtual`."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--devices", metavar="LIST", help=f"{what}, one a slot: cuda:0,cuda:1 or 0,1 or cpu,cpu")
+    group.add_argument("--devices", metavar="LIST", help=f"{what}, one per slot: cuda:0,cuda:1 or 0,1 or cpu,cpu")
     group.add_argument("--virtual", metavar="N", type=int, help="N slots on the CPU instead")
 
 
 def chosen_devices(options: argparse.Namespace) -> tuple[torch.device, ...] | None:
-    """The devices that `--devices` or `--virtual` name, one a slot; None if there is neither."""
+    """The devices that `--devices` or `--virtual` name, one per slot; None if there is neither."""
     try:
         if options.virtual is not None:
             return virtual_devices(options.virtual)

@@ -57,7 +57,7 @@ def run_side_by_side(
     *,
     has_effects: bool = False,
 ) -> list[tuple[Slot, Exception]] | None:
-    """Run one task a slot, and let `take` have the results in order; return the failures.
+    """Run one task per slot, and let `take` have the results in order; return the failures.
 
     None if a shard turns out not to fit beside others: then those that were not taken are to run again, in order.
     """

@@ -1,4 +1,4 @@
-"""What the user says about devices, turned into a tuple of `torch.device`, one a slot."""
+"""What the user says about devices, turned into a tuple of `torch.device`, one per slot."""
 
 import warnings
 from collections.abc import Sequence

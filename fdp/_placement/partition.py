@@ -84,15 +84,15 @@ def proportional(rows: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_weights(weights: Iterable[float], slots: int, where: str, *, whole: bool = True) -> tuple[float, ...]:
-    """The weights as numbers: one a slot, finite, none negative, and if they are the `whole`, not all zero."""
+    """The weights as numbers: one per slot, finite, none negative, and if they are the `whole`, not all zero."""
     try:
         if isinstance(weights, Mapping | Set | str):
             raise TypeError("unordered")
         numbers = tuple(float(weight) for weight in weights)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{where}: weights must be a sequence of numbers, one a slot, got {weights!r}") from None
+        raise TypeError(f"{where}: weights must be a sequence of numbers, one per slot, got {weights!r}") from None
     if len(numbers) != slots:
-        raise ValueError(f"{where}: {len(numbers)} weights for {slots} slots; expected one a slot")
+        raise ValueError(f"{where}: {len(numbers)} weights for {slots} slots; expected one per slot")
     if not all(math.isfinite(weight) and weight >= 0 for weight in numbers) or (whole and sum(numbers) == 0):
         raise ValueError(f"{where}: weights must be finite, not negative and not all zero, got {list(numbers)}")
     return numbers

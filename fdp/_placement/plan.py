@@ -115,7 +115,9 @@ class Plan(Drawn):
         parts.append("")
         if self.collectives:
             rows = [(name, str(tensors), size_text(nbytes)) for name, tensors, nbytes in self.collectives]
-            parts.append(table("Collectives", ["name", "tensors", "bytes a slot"], rows, ["tensors", "bytes a slot"]))
+            parts.append(
+                table("Collectives", ["name", "tensors", "bytes per slot"], rows, ["tensors", "bytes per slot"])
+            )
             parts.append("")
         moved = size_text(sum(copy.nbytes for copy in self.copies))
         parts.append(Text.assemble(("Copies between devices: ", "bold"), f"{len(self.copies)} ({moved})"))
@@ -143,7 +145,7 @@ class Plan(Drawn):
 
 
 def _leaves(title: str, leaves: tuple[PlannedLeaf, ...]) -> Any:
-    numbers = ["bytes a slot", "copies"]
+    numbers = ["bytes per slot", "copies"]
     return table(title, ["leaf", "tensor", "how", "rows", *numbers], map(_cells, leaves), numbers)
 
 

@@ -27,14 +27,14 @@ def replicate(tree: Tree, devices: Devices, *, copy: bool = True, check_values: 
 
     Args:
         tree: Any tree; values that are no tensors are passed by reference.
-        devices: One device a slot.
+        devices: One device per slot.
         copy: Give every slot storage of its own, to be written in place if you like. False reuses what is on the
             device already, and slots on one device share it.
         check_values: On a mesh, raise if the values of a process differ from those of process 0, in place of replacing
             them.
 
     Returns:
-        One tree a slot. A tensor that stands in several places of the tree stays one tensor.
+        One tree per slot. A tensor that stands in several places of the tree stays one tensor.
 
     Raises:
         ValueError: A device does not exist; with `check_values`, values differ.

@@ -21,7 +21,7 @@ def scatter(
     weights: Sequence[float] | None = None,
     keep_empty: bool = False,
 ) -> Sharded:
-    """Split the tensors of a tree by rows, a shard a slot.
+    """Split the tensors of a tree by rows, a shard per slot.
 
     Inverse of `gather`: `gather(scatter(tree, devices)) == tree`.
 
@@ -32,10 +32,10 @@ def scatter(
     Args:
         tree: Any tree. Tensors of at least one dimension are split; 0-dim tensors and other values go whole to every
             slot.
-        devices: One device a slot.
+        devices: One device per slot.
         in_dims: A prefix tree of `tree`: an int (the dimension to split), None (whole to every slot), `"items"` (split
             a list or tuple by its elements) or a function of the tensor that returns one of these.
-        weights: Relative rows of each slot, one number a slot. By default sizes differ by at most one, larger first.
+        weights: Relative rows of each slot, one number per slot. By default sizes differ by at most one, larger first.
         keep_empty: Give slots without rows an empty shard; by default they are left out.
 
     Returns:
@@ -85,7 +85,7 @@ def gather(
             `"sum"`, `"max"`, `"min"`, `"stack"` (a new first dimension), `"list"` (all values), `"items"` (join lists)
             or a function of slot 0's tensor that returns one of these. By default as it was scattered.
         device: Where the result goes, by default the device of slot 0.
-        weights: One number a slot for `"mean"`, by default the rows of each slot.
+        weights: One number per slot for `"mean"`, by default the rows of each slot.
         across: On a mesh, join the rows, lists and stacks of all processes too, in their order; without gradients.
 
     Returns:

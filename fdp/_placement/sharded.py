@@ -1,4 +1,4 @@
-"""`Sharded` and `Replicated`: a tree a slot."""
+"""`Sharded` and `Replicated`: a tree per slot."""
 
 import dataclasses
 from collections import Counter
@@ -18,7 +18,7 @@ from fdp._trees.types import AUTO, Auto, Dims, Tree
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Slots(Located):
-    """One tree a slot. Immutable; the tensors inside are not."""
+    """One tree per slot. Immutable; the tensors inside are not."""
 
     shards: tuple[Tree, ...]
     devices: tuple[torch.device, ...]
@@ -30,7 +30,7 @@ class Slots(Located):
         if self.peers is None:
             object.__setattr__(self, "peers", ALONE)
         if not all(isinstance(part, tuple) for part in (self.shards, self.devices, self.sizes or ())):
-            raise TypeError(f"{type(self).__name__}: shards, devices and sizes are tuples with one entry a slot")
+            raise TypeError(f"{type(self).__name__}: shards, devices and sizes are tuples with one entry per slot")
         if not all(isinstance(device, torch.device) for device in self.devices):
             object.__setattr__(self, "devices", as_devices(self.devices, type(self).__name__))
         if not self.shards or {len(self.devices), len(self.sizes or self.shards)} != {len(self.shards)}:
@@ -118,7 +118,7 @@ class Sharded(Slots):
     (tensor(3), tensor(7))
 
     Attributes:
-        shards: One tree a slot.
+        shards: One tree per slot.
         devices: The device of each slot.
         sizes: Rows of each slot, or None where that is not known.
         dims: Which dimension of each leaf was split, as a prefix tree, or `AUTO` where that is not known.
@@ -142,7 +142,7 @@ class Replicated(Slots):
     {'w': tensor([1., 1.])}
 
     Attributes:
-        shards: One tree a slot.
+        shards: One tree per slot.
         devices: The device of each slot.
         sizes: None: there are no rows.
         dims: None: the whole tree is on every slot.

@@ -25,7 +25,7 @@ def visualize(tree: Tree) -> Picture:
         tree: Any tree, a `Sharded`, a `Replicated`, or a tree that has such as leaves.
 
     Returns:
-        A picture of one line a leaf: its dtype, the shape of the whole, how it is split, the bytes on each slot, and
+        A picture of one line per leaf: its dtype, the shape of the whole, how it is split, the bytes on each slot, and
         where they are. The idea is that of `jax.debug.visualize_array_sharding`.
 
     Raises:

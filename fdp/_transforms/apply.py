@@ -1,4 +1,4 @@
-"""A function run once a slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
+"""A function run once per slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def dp_apply(
         params: Any tree, whole on every slot; a `Replicated` is used as it is.
         inputs: Any tree; a tuple means several arguments. A list is one: of a loader's `[x, y]` make `tuple(batch)`. A
             `Sharded` is used as it is; `sharded.unzip()` makes several of one that holds tuples or lists.
-        devices: One device a slot: None (all accelerators, else the CPU; inside a mapped function its own device), a
+        devices: One device per slot: None (all accelerators, else the CPU; inside a mapped function its own device), a
             device or a sequence of them, in which an int is an accelerator and repeats are slots.
         kwargs: Keyword inputs, split like the others.
         in_dims: Which dimension holds the rows, as a prefix tree of `inputs`: see `scatter`.
@@ -104,7 +104,7 @@ def shard_map(
     seed: int | None = None,
     axis_name: str = "data",
 ) -> Function:
-    """Turn a function into one that runs once a slot: `dp_apply` for any number of arguments.
+    """Turn a function into one that runs once per slot: `dp_apply` for any number of arguments.
 
     `shard_map(fn, in_dims=(None, 0))(params, x) == dp_apply(fn, params, x)`.
 
@@ -160,7 +160,7 @@ def parallel_apply(
     Args:
         fn: Called with the shards of one slot. It may write to them: they are yours.
         args: `Sharded` and `Replicated` values on the same slots; anything else is replicated.
-        devices: One device a slot, by default those of the arguments.
+        devices: One device per slot, by default those of the arguments.
         kwargs: Keyword arguments, like `args`.
         executor, seed, axis_name: As in `dp_apply`.
 

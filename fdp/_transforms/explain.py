@@ -44,7 +44,7 @@ def explain(
 ) -> Plan:
     """Say what `dp_apply` with the same arguments would do: what is split, what is copied, what comes out.
 
-    Nothing is computed and nothing moves: `fn` is called once a slot, with tensors that have a shape, a dtype and a
+    Nothing is computed and nothing moves: `fn` is called once per slot, with tensors that have a shape, a dtype and a
     device, and no data (torch's fake tensors). So are those that it takes from elsewhere; what it does to other objects
     is done. A tensor that it leaves in a cache has no data, and whoever uses it later gets an error. The devices need
     not exist, but where torch is built without their type, some operations and gradients inside `fn` are a `problem`:

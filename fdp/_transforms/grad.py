@@ -63,7 +63,7 @@ def value_and_grad(
             arguments.
         argnums: Which positional arguments to differentiate in; their leaves are floating-point tensors.
         has_aux: Whether `fn` returns `(loss, aux)`.
-        devices: One device a slot, as in `dp_apply`.
+        devices: One device per slot, as in `dp_apply`.
         in_dims: One spec for all positional arguments or a tuple with one for each, as in `shard_map`. By default None
             (whole) for those in `argnums`, and 0 for the others.
         kwarg_dims: The same for keyword arguments.

@@ -11,7 +11,7 @@ Tree: TypeAlias = Any
 
 DeviceLike: TypeAlias = str | torch.device
 Devices: TypeAlias = DeviceLike | Sequence[DeviceLike | int] | None
-"""What a user may write for devices; a sequence has one entry a slot."""
+"""What a user may write for devices; a sequence has one entry per slot."""
 
 Dims: TypeAlias = Any
 """A prefix tree whose leaves say, for each tensor, which dimension holds the rows."""

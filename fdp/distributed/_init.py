@@ -32,8 +32,8 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
     Args:
         backend: Of torch.distributed: by default `"gloo"` for the CPU, NCCL for GPUs. Ignored where the program has
             called `torch.distributed.init_process_group` before: then its group is used.
-        devices: One device a slot of this process. By default its share of the accelerators of the machine, divided by
-            torchrun's `LOCAL_WORLD_SIZE`, else one slot on the CPU.
+        devices: One device per slot of this process. By default its share of the accelerators of the machine, divided
+            by torchrun's `LOCAL_WORLD_SIZE`, else one slot on the CPU.
         timeout: Seconds that a process waits for the others before it raises an error.
 
     Returns:

@@ -25,7 +25,11 @@ class Contents:
 
     def __init__(self, walk: Walk) -> None:
         boxes = [*walk.registries, *walk.containers]
-        self._states, self._containers, self._empty = walk.states, walk.containers, [box for box in boxes if not box.seen]
+        self._states, self._containers, self._empty = (
+            walk.states,
+            walk.containers,
+            [box for box in boxes if not box.seen],
+        )
         self._registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
         self._full = [box for box in walk.registries if box.seen and not isinstance(box.seen, dict)]
         self._full += [box for box in walk.containers if box.seen]

@@ -61,7 +61,7 @@ class DataParallel(nn.Module, Generic[M]):
 
     Args:
         module: The module, with its parameters and buffers on the first device; on a single device it is moved there.
-        device_ids: One device a slot: None (all accelerators), or a sequence of devices, in which an int is the index
+        device_ids: One device per slot: None (all accelerators), or a sequence of devices, in which an int is the index
             of an accelerator. `["cpu"] * n` are n virtual devices.
         output_device: Where outputs go, by default the first device.
         dim: The dimension of inputs that is split, and of outputs that is concatenated.

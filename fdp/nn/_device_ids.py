@@ -10,7 +10,7 @@ from fdp._trees.types import DeviceLike
 
 
 def devices_of(device_ids: Sequence[DeviceLike | int] | None, where: str) -> tuple[torch.device, ...]:
-    """One device a slot; none where torch would call the module itself: a script for GPUs on a machine without."""
+    """One device per slot; none where torch would call the module itself: a script for GPUs on a machine without."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
         return () if accelerator is None or accelerator.type == "mps" else available_devices()

@@ -37,7 +37,7 @@ def parallel_apply(
     The modules run one after the other in the calling thread; kernels of accelerators overlap all the same.
 
     Args:
-        modules: One a device.
+        modules: One per device.
         inputs: For each a tuple or list of positional arguments, or the only one.
         kwargs_tup: For each its keyword arguments.
         devices: For each the device that is current in it; an int is the index of an accelerator. By default that of

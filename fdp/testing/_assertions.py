@@ -69,7 +69,7 @@ def assert_data_parallel(
         slots: How many slots to try; one is always tried, first, and gives the values of `fn` bit by bit.
         weights: Relative rows of the slots, as in `dp_apply`; of more than are tried at a time, the first count.
         executors: Which executors to try.
-        devices: Try these at the end too, one a slot; copies of the sample are on the first of them in all runs. By
+        devices: Try these at the end too, one per slot; copies of the sample are on the first of them in all runs. By
             default all slots are on the device of the sample.
         order: 2 compares second derivatives too, as Hessian-vector products.
         dtype: Convert floating-point arguments to this; `torch.float64` tells mistakes from rounding best, where
@@ -91,7 +91,7 @@ def assert_data_parallel(
     across = () if devices is None else as_devices(devices, WHERE)
     most = max(*slots, len(across))
     if weights is not None and len(weights) < most:
-        raise ValueError(f"{WHERE}: {len(weights)} weights for up to {most} slots; expected one a slot")
+        raise ValueError(f"{WHERE}: {len(weights)} weights for up to {most} slots; expected one per slot")
     sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, across, WHERE)
     # All generators of the devices: a check must not change what the program draws afterwards.
     gpus = {device.index for device in (sample.device, *across) if device.type == "cuda"}

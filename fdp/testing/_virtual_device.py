@@ -90,7 +90,7 @@ def exchange_device(index: int) -> int:
 
 
 def current_stream(device: _Device = None) -> torch.Stream:
-    # Operations are done when they return, so that there is one stream a device and nothing to wait for.
+    # Operations are done when they return, so that there is one stream per device and nothing to wait for.
     return torch.Stream(stream_id=0, device_index=index_of(device), device_type=DeviceType.PrivateUse1.value)
 
 

@@ -39,7 +39,7 @@ def _cores() -> Iterator[None]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_hooks_of_modules_as_torch(backward: bool):
-    """Those of a part fire once a device, those of the wrapper once."""
+    """Those of a part fire once per device, those of the wrapper once."""
     fired = []
     for torchs in (False, True):
         module, log = made(CASES["layer-norm"], DEVICES[1]), []

@@ -271,7 +271,7 @@ def test_copies_of_a_forward(executor: Any):
     w, b, row = 48, 16, 24
     parameters = [
         Copied(nbytes, CPU, device) for nbytes in (w, b) for device in DEVICES[:3]
-    ]  # once a device, not a slot
+    ]  # once per device, not a slot
     inputs = [Copied(n * row, CPU, device) for n, device in zip((3, 3, 2, 2), devices, strict=True)]
     outputs = [Copied(n * 16, device, devices[0]) for n, device in ((3, DEVICES[0]), (2, DEVICES[2]))]
     assert Counter(log) == Counter(parameters + inputs + outputs)

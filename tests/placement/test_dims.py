@@ -86,9 +86,9 @@ def test_slots_of_weight_0_are_left_out(weights: Any):
 
 
 WRONG_WEIGHTS = {
-    "too-few": ([1], "1 weights? for 2 slots; expected one a slot"),
-    "too-many": ([1, 2, 3], "3 weights for 2 slots; expected one a slot"),
-    "none": ([], "0 weights for 2 slots; expected one a slot"),
+    "too-few": ([1], "1 weights? for 2 slots; expected one per slot"),
+    "too-many": ([1, 2, 3], "3 weights for 2 slots; expected one per slot"),
+    "none": ([], "0 weights for 2 slots; expected one per slot"),
     "negative": ([1, -1], r"weights must be finite, not negative and not all zero, got \[1.0, -1.0\]"),
     "all-zero": ([0, 0.0], r"weights must be finite, not negative and not all zero, got \[0.0, 0.0\]"),
     "nan": ([float("nan"), 1], r"weights must be finite.*got \[nan, 1.0\]"),

@@ -1,4 +1,4 @@
-"""Sharded and Replicated: a tree a slot, immutable and not iterable."""
+"""Sharded and Replicated: a tree per slot, immutable and not iterable."""
 
 import copy
 import dataclasses
@@ -273,8 +273,8 @@ def test_repr_of_a_large_tree_is_a_line():
         (((), ()), ValueError, "0 shards, 0 devices"),
         (((X,), SLOTS), ValueError, "1 shards?, 2 devices"),
         (((X, X), SLOTS, (3,)), ValueError, r"2 shards, 2 devices, sizes \(3,\); expected one of each a slot"),
-        (([X, X], SLOTS), TypeError, "shards, devices and sizes are tuples with one entry a slot"),
-        (((X, X), list(SLOTS)), TypeError, "shards, devices and sizes are tuples with one entry a slot"),
+        (([X, X], SLOTS), TypeError, "shards, devices and sizes are tuples with one entry per slot"),
+        (((X, X), list(SLOTS)), TypeError, "shards, devices and sizes are tuples with one entry per slot"),
     ],
 )
 def test_made_wrongly(cls: Any, arguments: Any, error: type[Exception], message: str):

@@ -34,7 +34,7 @@ class TwoArguments(Exception):
 
 
 def failing(*slots: int, error: BaseException | None = None) -> Callable[..., Any]:
-    """A function of rows `0, 1, 2, …`, one a slot, that fails for some."""
+    """A function of rows `0, 1, 2, …`, one per slot, that fails for some."""
 
     def fn(_: Any, x: torch.Tensor) -> torch.Tensor:
         if int(x[0]) in slots:

@@ -309,7 +309,7 @@ def test_gradients_on_devices_that_torch_knows_nothing_of_do_not_end_the_process
         (linear, {"in_dims": "rows"}, "the dim for inputs is 'rows'; expected an int"),
         (linear, {"out_dims": 5}, "out has shape .*, for which out_dim 5 is out of range"),
         (linear, {"out_dims": "median"}, "the out_dim for out is 'median'; expected an int"),
-        (linear, {"weights": [1, 2]}, "2 weights for 3 slots; expected one a slot"),
+        (linear, {"weights": [1, 2]}, "2 weights for 3 slots; expected one per slot"),
         (linear, {"kwargs": {"m": 1}, "kwarg_dims": {"n": 0}}, r"kwarg_dims names \['n'\]"),
         (linear, {"output_device": "nowhere"}, "'nowhere' is no device that torch knows"),
         (linear, {"executor": "many"}, "executor"),

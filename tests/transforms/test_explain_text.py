@@ -28,21 +28,21 @@ slot   device   from:to   rows   bytes
 Runs: all shards alive at once: they meet in psum
 
 Arguments
-leaf     tensor          how                 rows           bytes a slot      copies
+leaf     tensor          how                 rows         bytes per slot      copies
 ────────────────────────────────────────────────────────────────────────────────────
 params   float64[3, 2]   whole                                  3 x 48 B   3 (144 B)
 inputs   float64[7, 3]   split along dim 0   3 + 2 x 2   72 B + 2 x 48 B   3 (168 B)
 
 Outputs
-leaf     tensor          how                        rows           bytes a slot     copies
+leaf     tensor          how                        rows         bytes per slot     copies
 ──────────────────────────────────────────────────────────────────────────────────────────
 out[0]   float64[7, 2]   concatenated along dim 0   3 + 2 x 2   48 B + 2 x 32 B   2 (64 B)
 out[1]   float64[]       that of slot 0                                 3 x 8 B
 
 Collectives
-name   tensors   bytes a slot
-─────────────────────────────
-psum         1            8 B
+name   tensors   bytes per slot
+───────────────────────────────
+psum         1              8 B
 
 Copies between devices: 12 (408 B)
 """

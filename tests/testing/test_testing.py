@@ -379,7 +379,7 @@ def test_one_slot_gives_the_same_bits():
 
     def fn(w: Any, x: torch.Tensor) -> torch.Tensor:
         calls.append(x)
-        return predict(w, x) * (1 if len(calls) == 1 else 1 + 1e-15)
+        return predict(w, x) * (1 if len(calls) <= 2 else 1 + 1e-15)  # twice on the whole batch, then on slots
 
     match = r"out differs on 1 slot, executor 'sequential'.*expected the same bits.*or on state"
     with pytest.raises(AssertionError, match=match):

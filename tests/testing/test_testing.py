@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -375,11 +376,9 @@ def test_writes_on_some_slots_only_are_found():
 
 
 def test_one_slot_gives_the_same_bits():
-    calls = []
-
     def fn(w: Any, x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        return predict(w, x) * (1 if len(calls) <= 2 else 1 + 1e-15)  # twice on the whole batch, then on slots
+        is_mapped = any(frame.name == "dp_apply" for frame in traceback.extract_stack())
+        return predict(w, x) * (1 + 1e-15 if is_mapped else 1)
 
     match = r"out differs on 1 slot, executor 'sequential'.*expected the same bits.*or on state"
     with pytest.raises(AssertionError, match=match):

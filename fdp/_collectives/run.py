@@ -45,7 +45,7 @@ class Mode(NamedTuple):
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
     stays: bool = False  # nor where it does not fit beside others: it goes on alone
-    apart: bool = False  # the call raises `Again`
+    apart: bool = False  # the call raises `Again`; if it `stays`, only where shards have run
     peers: PeerCall = ALONE_IN_CALL
 
 
@@ -76,7 +76,7 @@ def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) ->
         if not mode.effects:
             remember_together(mode.fn)
         begin_anew()
-        if mode.apart:
+        if mode.apart and not (mode.stays and name == ""):  # no shard has run, and so none has had effects
             raise Again(name)
         failures = _run_together(tasks, slots, mode, (lambda i, result: None) if taken else take)
         if taken and not failures:

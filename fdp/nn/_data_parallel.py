@@ -161,10 +161,12 @@ class DataParallel(nn.Module, Generic[M]):
             if not args and not keywords:
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
+            outputs: Any = None
             try:
                 outputs = self.parallel_apply(replicas, args, keywords)
             except Again:  # forward calls a collective, which was not known
                 loan.take_back()
+            if loan.is_taken_back:
                 replicas = self.replicate(self.module, self._ids_of(len(args), loan))
                 outputs = self.parallel_apply(replicas, args, keywords)
             output = self.gather(outputs, cast(Any, self.output_device))

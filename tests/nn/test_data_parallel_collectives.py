@@ -24,11 +24,19 @@ class Summing(nn.Module):
         return x + fdp.psum(self.bn(x).square().sum(0))
 
 
+class Counting(fdp.DataParallel[Summing]):
+    made = 0
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        self.made += 1
+        return super().replicate(module, device_ids)
+
+
 @pytest.mark.parametrize("buffers", ["first", "mean"])
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_state_is_written_once_also_in_a_forward_that_begins_anew(executor: Any, buffers: Any):
     module = Summing().double()
-    parallel = fdp.DataParallel(module, ["cpu", "cpu"], buffers=buffers, executor=executor)
+    parallel = Counting(module, ["cpu", "cpu"], buffers=buffers, executor=executor)
     alone = [nn.BatchNorm1d(3).double() for _ in range(2)]
     for calls in (1, 2):
         parts = [bn(part) for bn, part in zip(alone, X.split(4), strict=True)]
@@ -41,3 +49,4 @@ def test_state_is_written_once_also_in_a_forward_that_begins_anew(executor: Any,
                 bn.load_state_dict(module.bn.state_dict())
         assert (module.bn.num_batches_tracked, module.bound) == (calls, calls)
         assert module.seen == [X[0, 0], X[4, 0]] * calls
+        assert parallel.made == calls + 1  # anew in the first call only

@@ -29,6 +29,7 @@ import torch
 
 from fdp._collectives.anchors import ANCHORS
 from fdp._collectives.rendezvous import Rendezvous, Settings
+from fdp._execution.alone import be_alone
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import firm
 from fdp._execution.pool import Job, begin, is_any_at_work
@@ -39,10 +40,7 @@ from fdp._placement.slot import (
     EXCLUSIVE,
     IN_ORDER,
     LENT,
-    SIDE_BY_SIDE,
-    Beside,
     Slot,
-    be_alone,
     check_process,
     fold_in,
     is_forked,
@@ -245,8 +243,6 @@ class _Lockstep:
 
     def _run_as(self, index: int, participant: Participant, random: OwnGenerators | None = None) -> None:
         PARTICIPANT.set(participant)
-        beside = SIDE_BY_SIDE.get()
-        SIDE_BY_SIDE.set(_PlaceInTurn(participant, beside.around if isinstance(beside, _PlaceInTurn) else beside))
         LENT.set(self._is_lent)
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
         ANCHORS.set(())  # each thread has a graph of its own
@@ -317,16 +313,3 @@ class _Lockstep:
         failures = [(slot, error) for _, (slot, error) in sorted(self._errors.items()) if isinstance(error, Exception)]
         failures.sort(key=lambda failure: 1 + failure[1].follows if isinstance(failure[1], Abandoned) else 0)
         return Outcome(self._results, failures)
-
-
-class _PlaceInTurn(NamedTuple):
-    """Of a slot among the others: see `Beside`."""
-
-    participant: Participant
-    around: Beside | None  # of a call around those that take turns
-
-    def alone(self) -> None:
-        self.participant.alone()
-        if self.around is not None:
-            with self.participant.without_belongings():
-                self.around.alone()

@@ -10,17 +10,43 @@ What holds at any time:
 - A shard that has ended wants nothing any more. Threads that its function has started and that ask for it return at
   once.
 
-`begin` and `end` are called by the thread of a shard, `end` also by a caller that was interrupted, and more than once.
-`leave` is called in a shard, or by a thread that it has started. `_lock` is held for looks and changes only, and no
-other lock is taken inside of it. The main thread waits in it by shielded work: an interrupt would leave a condition
-half taken.
+`be_alone` is called in a shard, in front of what only one thread can use. `begin` and `end` are called by the thread of
+a shard, `end` also by a caller that was interrupted, and more than once. `leave` is called in a shard, or by a thread
+that it has started. `_lock` is held for looks and changes only, and no other lock is taken inside of it. The main
+thread waits in it by shielded work: an interrupt would leave a condition half taken.
 """
 
+import contextlib
+import contextvars
 import functools
+import os
 import threading
+from collections.abc import Callable
 from typing import final
 
 from fdp._execution.interrupts import shielded
+from fdp._execution.scheduler import PARTICIPANT
+
+BESIDE: "contextvars.ContextVar[tuple[Callable[[], None], ...]]" = contextvars.ContextVar("fdp_beside", default=())
+"""How the shard here leaves those beside it, and the shards around the call those beside them, the innermost first."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: BESIDE.set(()))  # those beside it are not there
+
+
+def is_beside_others() -> bool:
+    """Whether other threads run shards of the calls around this code."""
+    return PARTICIPANT.get() is not None or len(BESIDE.get()) > 0
+
+
+def be_alone() -> None:
+    """Return when no other shard runs, and none begins before this one ends; or have the call begin anew."""
+    participant, calls = PARTICIPANT.get(), BESIDE.get()
+    if participant is not None:  # inside of slots that take turns, no shards run side by side
+        participant.alone()
+    with participant.without_belongings() if participant is not None and calls else contextlib.nullcontext():
+        for leave in calls:
+            leave()
 
 
 @final

@@ -7,7 +7,7 @@ they stay. What holds from then on:
 - Outside of shards, and in shards that run one after the other because somebody has said so, a stand-in calls torch's
   own and does nothing else. While something is compiled, so do those for modules and generators.
 - In a shard beside others, what looks at the state of generators or enters forward mode asks for being alone first
-  (`slot.be_alone`): the call begins anew in order, or the shard goes on when no other of its call runs.
+  (`alone.be_alone`): the call begins anew in order, or the shard goes on when no other of its call runs.
 - Between an enter and its exit a thread holds `slot.EXCLUSIVE`, because other callers have shards too. It may enter
   again inside, and so may threads that it waits for: they have its `_OWNER` in their context.
 - A thread that is inside cannot let others in, so its slots do not wait for each other there: `firm` says so.
@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fdp._placement.slot import EXCLUSIVE, IN_PLACE, SIDE_BY_SIDE, be_alone
+from fdp._execution.alone import be_alone, is_beside_others
+from fdp._placement.slot import EXCLUSIVE, IN_PLACE
 from fdp._trees import torch_private
 
 IN_TURNS = contextvars.ContextVar("fdp_in_turns", default=False)
@@ -88,7 +89,7 @@ def _guard_functional_call() -> None:
     def guarded(
         module: torch.nn.Module, parameters_and_buffers: Any, args: Any = None, kwargs: Any = None, **options: bool
     ) -> Any:
-        ours = None if torch.compiler.is_compiling() or not SIDE_BY_SIDE.get() else _functional_call
+        ours = None if torch.compiler.is_compiling() or not is_beside_others() else _functional_call
         return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
 
     torch_private.replace("torch.nn.utils.stateless._functional_call", guarded)
@@ -142,7 +143,7 @@ class _OneAtATime:
     def _entering(self, enter: Callable[..., Any], leaves_always: bool) -> Callable[..., Any]:
         @functools.wraps(enter)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if not (SIDE_BY_SIDE.get() or IN_TURNS.get()):
+            if not (is_beside_others() or IN_TURNS.get()):
                 # As without fdp: code may wait here for another thread that does the same.
                 return enter(*args, **kwargs)
             if not self.depth:

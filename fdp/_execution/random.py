@@ -25,8 +25,9 @@ from typing import Any, final
 
 import torch
 
+from fdp._execution.alone import be_alone, is_beside_others
 from fdp._execution.scheduler import this_participant
-from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, SIDE_BY_SIDE, Slot, be_alone, fold_in
+from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, Slot, fold_in
 from fdp._trees import torch_private
 
 
@@ -130,7 +131,7 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     Where others draw from them at the same time nothing can be repeated, and it does nothing.
     """
     participant = this_participant()
-    is_shared = SIDE_BY_SIDE.get() is not None and (participant is None or not participant.belongings)
+    is_shared = is_beside_others() and (participant is None or not participant.belongings)
     if is_shared or torch_private.len_torch_dispatch_stack() or _is_capturing(devices):
         return stay
     generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from fdp._execution.alone import Running
+from fdp._execution.alone import BESIDE, Running
 from fdp._execution.function_traits import compilations, is_cold, may_compile, note, remember_order
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import install
 from fdp._execution.pool import cores, is_pooled, post, releasing, reserve
 from fdp._execution.restart import InOrder, Restart
 from fdp._execution.thread_state import ThreadState
-from fdp._placement.slot import SIDE_BY_SIDE, Beside, Slot, check_process, is_forked, run_in_slot
+from fdp._placement.slot import Slot, check_process, is_forked, run_in_slot
 
 
 class _ShardJob(NamedTuple):
@@ -96,19 +96,6 @@ def run_side_by_side(
             release()
 
 
-class _PlaceBeside(NamedTuple):
-    """That of a shard beside others, and that of the shard around the call: see `Beside`."""
-
-    lanes: "_Lanes"
-    number: int
-    around: Beside | None
-
-    def alone(self) -> None:
-        self.lanes.refuse(self.number)
-        if self.around is not None:
-            self.around.alone()
-
-
 @final
 class _Lanes:
     """The shards of a call, and what has become of them."""
@@ -132,7 +119,7 @@ class _Lanes:
     def _context(self, number: int) -> contextvars.Context:
         """The caller's context for a shard."""
         context = contextvars.copy_context()
-        context.run(lambda: SIDE_BY_SIDE.set(_PlaceBeside(self, number, SIDE_BY_SIDE.get())))
+        context.run(BESIDE.set, (functools.partial(self.refuse, number), *BESIDE.get()))
         return context
 
     def lead(self, take: Callable[[int, Any], None], fn: Any) -> None:

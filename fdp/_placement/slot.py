@@ -8,7 +8,7 @@ Here is also the lock of the process, `EXCLUSIVE`. What holds at any time:
 - One thread holds it, as often as it likes, while it does what cannot go on in two threads: draw from generators with a
   seed, read their states, call a module in place, use forward mode in a shard.
 - It is the outermost lock of fdp: none is held by a thread that begins to wait for it, and code of the user's runs
-  under it. Who wants to be alone among the shards of a call says so before (`be_alone`), without it.
+  under it. Who wants to be alone among the shards of a call says so before (`alone.be_alone`), without it.
 - Who holds it waits only for threads that work for it: the slots of a call inside, which have it lent (`LENT`). They
   take turns, one at a time, so one thread of these uses it at a time.
 - A forked child has a new one. The thread that held it may not be there.
@@ -26,7 +26,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -83,24 +83,6 @@ WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")
 AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
 
 
-class Beside(Protocol):
-    """The place of a shard beside others of its call that other threads run."""
-
-    def alone(self) -> None:
-        """Return when no other shard runs, and none begins before this one ends; or have the call begin anew."""
-        ...
-
-
-SIDE_BY_SIDE: "contextvars.ContextVar[Beside | None]" = contextvars.ContextVar("fdp_side_by_side", default=None)
-
-
-def be_alone() -> None:
-    """Called in front of what only one thread can use."""
-    beside = SIDE_BY_SIDE.get()
-    if beside is not None:
-        beside.alone()
-
-
 def is_forked(process: int) -> bool:
     """Whether this is a child of the process with that id."""
     return os.getpid() != process
@@ -124,10 +106,6 @@ def run_in_thread(job: Callable[[], None], process: int) -> None:
             raise
         traceback.print_exc()
         os._exit(1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: SIDE_BY_SIDE.set(None))  # those beside it are not there
 
 
 def current_slot() -> Slot | None:

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fdp._execution.alone import be_alone
 from fdp._execution.patches import stand_in_for_functional_call
-from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE, be_alone
+from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._stateless import Skeleton

@@ -19,7 +19,6 @@ of the main thread.
 """
 
 import contextvars
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -33,16 +32,14 @@ from fdp._execution.alone import be_alone
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import firm
 from fdp._execution.pool import Job, begin, is_any_at_work
-from fdp._execution.random import KeptGenerators, OwnGenerators
+from fdp._execution.random import OwnGenerators, SlotSeeds
 from fdp._execution.scheduler import PARTICIPANT, Abandoned, Participant, Scheduler, this_participant
-from fdp._placement.moves import bytes_of
 from fdp._placement.slot import (
     EXCLUSIVE,
     IN_ORDER,
     LENT,
     Slot,
     check_process,
-    fold_in,
     is_forked,
     run_in_slot,
     text_of,
@@ -74,7 +71,7 @@ def run_slots(
         be_alone()  # nobody else is to draw from what its slots draw from
     run = _Lockstep(tasks, slots, settings, token, settings.limit)
     if settings.seed is None and (settings.limit == 1 or EXCLUSIVE.is_here()):
-        run.take_seed()
+        run.seeds.take()
     return run.outcome(run.in_threads)
 
 
@@ -124,8 +121,7 @@ class _Lockstep:
         self._jobs: Sequence[Job] = ()
         self._left: SimpleQueue[None] = SimpleQueue()
         self._first: Participant | None = None  # of slot 0, where it runs in the calling thread
-        self._randoms: list[OwnGenerators] = []
-        self._has_taken = False
+        self.seeds = SlotSeeds(settings.seed, has_values=settings.state.fake is None)
 
     def outcome(self, run: Callable[[], None]) -> Outcome:
         """What becomes of the slots; what is no Exception is raised, when all have ended."""
@@ -142,7 +138,7 @@ class _Lockstep:
             finally:
                 if around is not None and not is_forked(self._rendezvous.process):
                     around.begin()
-            self._leave_seed()
+            self.seeds.leave()
             return self._outcome()
         finally:
             self._clear()
@@ -164,19 +160,9 @@ class _Lockstep:
         for index in range(1, len(self._tasks)):
             self._serve_here(index)
 
-    def take_seed(self) -> None:
-        """A seed for slots that take turns, from the state of the caller's generator."""
-        if self._settings.state.fake is not None:  # what has no values draws none
-            return
-        # Inside a transform the state has no memory to read.
-        with EXCLUSIVE.held(), torch_private.without_transforms():
-            state = bytes_of(torch.default_generator.get_state())
-        seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
-        self._settings, self._has_taken = self._settings._replace(seed=seed), True
-
     def _start_others(self) -> None:
         # Each has generators of its own from here on; the caller's go on as those of slot 0.
-        self.take_seed()
+        self.seeds.take()
         self._begin(1)
 
     def _begin(self, first: int) -> None:
@@ -211,15 +197,15 @@ class _Lockstep:
 
     def _serve_here(self, index: int) -> None:
         """What the calling thread does for a slot; raises what is no Exception."""
-        around, faking = self._around, self._settings.state.fake is not None
-        keeps = index == 0 and not faking and (around is None or not around.belongings)
-        participant = self._participant([KeptGenerators(self._slots[0][0].device)] if keeps else [])
-        self._first = participant
+        around = self._around
+        keeps = index == 0 and (around is None or not around.belongings)
+        own = self.seeds.kept(self._slots[0][0]) if keeps else []
+        self._first = participant = self._participant(own)
         before = torch_private.is_multithreading_enabled()
         try:
             torch_private.set_multithreading_enabled(before and index > 0)
             shielded(partial(self._rendezvous.scheduler.expect, 1, around))
-            contextvars.copy_context().run(self._run_as, index, participant)
+            contextvars.copy_context().run(self._run_as, index, participant, own)
         except Exception as error:
             if is_forked(self._rendezvous.process):
                 raise
@@ -228,11 +214,8 @@ class _Lockstep:
             torch_private.set_multithreading_enabled(before)
 
     def _work(self, index: int) -> None:
-        seed, place = self._settings.seed, self._slots[index][0]
-        faking = self._settings.state.fake is not None
-        random = None if seed is None or faking else OwnGenerators(fold_in(seed, place.index), place.device)
-        self._randoms += [] if random is None else [random]
-        self._run_as(index, self._participant([] if random is None else [random]), random)
+        own = self.seeds.of(self._slots[index][0])
+        self._run_as(index, self._participant(own), own)
 
     def _participant(self, own: Sequence[OwnGenerators]) -> Participant:
         """With generators of its own, or those of the one that waits for it."""
@@ -241,7 +224,7 @@ class _Lockstep:
             self._rendezvous.scheduler, own or (around.belongings if around is not None else ()), around, firm()
         )
 
-    def _run_as(self, index: int, participant: Participant, random: OwnGenerators | None = None) -> None:
+    def _run_as(self, index: int, participant: Participant, own: Sequence[OwnGenerators]) -> None:
         PARTICIPANT.set(participant)
         LENT.set(self._is_lent)
         IN_ORDER.set(True)  # calls inside may use no other threads than those that take turns
@@ -250,8 +233,9 @@ class _Lockstep:
         try:
             for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
                 try:
-                    if slot.piece and random is not None:
-                        random.renew(slot.piece)
+                    if slot.piece:
+                        for generators in own:
+                            generators.renew(slot.piece)
                     self._results[index].append(run_in_slot(slot, task, rendezvous=self._rendezvous))
                 except BaseException as error:
                     self._errors[index] = slot, error
@@ -290,12 +274,6 @@ class _Lockstep:
             self._rendezvous.end(index, "was interrupted")
         if self._first is not None:
             self._first.leave()
-
-    def _leave_seed(self) -> None:
-        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
-        if self._has_taken and any(random.has_drawn() for random in self._randoms):
-            with torch_private.without_transforms():
-                torch.rand((), device="cpu")  # whatever the default device is
 
     def _clear(self) -> None:
         """Let go: tracebacks hold this object."""

@@ -17,6 +17,7 @@ that an interrupt comes before all of it or after.
 """
 
 import contextlib
+import hashlib
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,6 +28,7 @@ import torch
 
 from fdp._execution.alone import be_alone, is_beside_others
 from fdp._execution.scheduler import this_participant
+from fdp._placement.moves import bytes_of
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, Slot, fold_in
 from fdp._trees import torch_private
 
@@ -98,6 +100,42 @@ class KeptGenerators(OwnGenerators):
     def pause(self) -> None:
         with EXCLUSIVE.held():
             self._own = [generator.get_state() for generator in self._generators]
+
+
+@final
+class SlotSeeds:
+    """What the slots of a call draw from that run together: a seed of the caller's, or one that is taken."""
+
+    def __init__(self, seed: int | None, *, has_values: bool) -> None:
+        self._seed, self._has_values, self._is_taken = seed, has_values, False  # what has no values draws none
+        self._own: list[OwnGenerators] = []
+
+    def take(self) -> None:
+        """A seed for slots that take turns, from the state of the caller's generator."""
+        if not self._has_values:
+            return
+        # Inside a transform the state has no memory to read.
+        with EXCLUSIVE.held(), torch_private.without_transforms():
+            state = bytes_of(torch.default_generator.get_state())
+        self._seed, self._is_taken = int.from_bytes(hashlib.sha256(state).digest()[:8], "little"), True
+
+    def of(self, slot: Slot) -> list[OwnGenerators]:
+        """The generators of a slot, if there is a seed."""
+        if self._seed is None or not self._has_values:
+            return []
+        own = OwnGenerators(fold_in(self._seed, slot.index), slot.device)
+        self._own.append(own)
+        return [own]
+
+    def kept(self, slot: Slot) -> list[OwnGenerators]:
+        """Those of a slot that goes on with what it finds."""
+        return [KeptGenerators(slot.device)] if self._has_values else []
+
+    def leave(self) -> None:
+        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
+        if self._is_taken and any(own.has_drawn() for own in self._own):
+            with torch_private.without_transforms():
+                torch.rand((), device="cpu")  # whatever the default device is
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

@@ -38,13 +38,12 @@ class Contents:
         self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
         self._blank = [box.own for box in self._empty]
         self._held, self._own = [box.original for box in self._registries], [box.own for box in self._registries]
-        self._look()
+        self._quiet = [box.idle for box in self._registries]
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Remember what is in the boxes."""
         self._expected = list(map(_expect, self._states, self._in_library))
         self._seen = _Dicts([box.seen for box in self._registries])
-        self._quiet = _Dicts([box.idle for box in self._registries])
         self._idle = _Dicts(self._attributes)
 
     def are_current(self) -> bool:
@@ -72,7 +71,6 @@ class Contents:
                 return None
             changes[box.path] = box.seen.copy(), now
             _follow(box, now, {})
-        self._look()
         return changes
 
     def restore(self) -> None:
@@ -91,7 +89,8 @@ class Contents:
 
     def _are_quiet(self) -> bool:
         """Whether all but the attributes of the clone are as they were."""
-        untouched = self._quiet.are_in(self._own) and not any(self._blank)
+        # In registries there are modules, functions and marks: what is equal is the same.
+        untouched = self._own == self._quiet and not any(self._blank)
         return untouched and all(same(box.own, box.idle) for box in self._full)
 
     def write_back(self, originals: Callable[[], dict[int, Any]], *, attributes: bool) -> bool:

@@ -121,7 +121,8 @@ def _apply_clone(
     try:
         _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
-        skeleton.slots.bind(_with_copies(params, buffers, skeleton.slots.renormalised()))
+        written = skeleton.slots.renormalised()
+        skeleton.slots.bind(_with_copies(params, buffers, written) if buffers or written else params)
         out = skeleton.root(*args, **kwargs)
         new_buffers = skeleton.slots.bound(buffers)
         held = is_held(skeleton)

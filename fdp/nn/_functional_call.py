@@ -78,6 +78,7 @@ def functional_call(
         if tie_weights and skeleton.slots.takes(given, strict):
             out = _call_clone(skeleton, given, args, kwargs)
         else:
+            skeleton.slots.bind({})
             out = call_in_place(skeleton.root, given, args, kwargs, **options)
         held = is_held(skeleton)
         return out

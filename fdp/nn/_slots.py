@@ -8,12 +8,13 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from fdp._trees.untraced import leave_alone
+from fdp.nn._clone import Box
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
-Registry = tuple[bool, str, dict[str, Any], dict[str, Any]]
-"""Whether it is that of a submodule, `_parameters` or `_buffers`, the module's content, and the clone's."""
+Registry = tuple[bool, str, Box]
+"""Whether it is that of a submodule, `_parameters` or `_buffers`, and what is in it."""
 
 
 @final
@@ -21,7 +22,8 @@ class TensorSlots:
     """The entries of a clone's registries, several under one name where a tensor is tied.
 
     `params` and `buffers` have the names as keys, and `ids` are those of the tensors. Tensors of modules that are no
-    submodules have no name.
+    submodules have no name. Between calls there is a mark under each name, not a tensor: one that no call uses would
+    only be fetched into the processor's cache.
     """
 
     def __init__(
@@ -38,17 +40,19 @@ class TensorSlots:
 
     def _place(self, names: Mapping[str, Mapping[int, str]], registries: Sequence[Registry]) -> None:
         """Which slots belong to which name, the first of a tied tensor last. Slots without a name come at the end."""
-        slots: list[tuple[str | None, dict[str, Any], str, Tensor]] = [
-            (names[kind].get(id(tensor)) if registered else None, own, key, tensor)
-            for registered, kind, seen, own in reversed(registries)
-            for key, tensor in reversed(seen.items())
+        slots: list[tuple[str | None, Box, str, Tensor]] = [
+            (names[kind].get(id(tensor)) if registered else None, box, key, tensor)
+            for registered, kind, box in reversed(registries)
+            for key, tensor in reversed(box.seen.items())
             if tensor is not None
         ]
         slots.sort(key=lambda slot: slot[0] is None)
         self.names: list[str] = [name for name, _, _, _ in slots if name is not None]
-        self._in, self._keys = [own for _, own, _, _ in slots], [key for _, _, key, _ in slots]
+        self._in, self._keys = [box.own for _, box, _, _ in slots], [key for _, _, key, _ in slots]
         self._named, self._tensors = self._in[: len(self.names)], [tensor for _, _, _, tensor in slots]
-        self._first = {name: (own, key) for name, own, key, _ in slots if name is not None}
+        self._idle = [tensor if name is None else object() for name, _, _, tensor in slots]
+        any(map(_setitem, [box.idle for _, box, _, _ in slots], self._keys, self._idle))
+        self._first = {name: (box.own, key) for name, box, key, _ in slots if name is not None}
         # The first name twice: of a single name itemgetter does not make a tuple.
         self._pick = itemgetter(*self.names, self.names[0]) if self.names else tuple
 
@@ -74,16 +78,20 @@ class TensorSlots:
         return {name: slot[key] for name, slot, key in places if key in slot}
 
     def take_out(self, names: Container[str]) -> list[tuple[dict[str, Any], str, Any]]:
-        """Put the module's own tensors under these names, and say what was where."""
-        places = zip(self.names, self._named, self._keys, self._tensors, strict=False)
-        found = [(slot, key, slot.get(key), own) for name, slot, key, own in places if name in names]
-        for slot, key, _, own in found:
-            slot[key] = own
+        """Have under these names what is there between calls, and where the module's own are. Says what was where."""
+        places = zip(self.names, self._named, self._keys, self._tensors, self._idle, strict=False)
+        found = [
+            (slot, key, now, idle)
+            for name, slot, key, own, idle in places
+            if (now := slot.get(key)) is own or name in names
+        ]
+        for slot, key, _, idle in found:
+            slot[key] = idle
         return [(slot, key, now) for slot, key, now, _ in found]
 
     def release(self) -> None:
-        """Put the module's own tensors under all names."""
-        any(map(_setitem, self._in, self._keys, self._tensors))
+        """Let go of all tensors that have a name."""
+        any(map(_setitem, self._in, self._keys, self._idle))
 
     def renormalised(self) -> list[str]:
         """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""

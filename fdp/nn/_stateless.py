@@ -32,7 +32,7 @@ class Skeleton:
         self.original_ids = frozenset(id(part) for part, _ in walk.modules)
         self.contents = Contents(walk)
         registered = set(map(id, module.modules()))
-        self._registries = [(id(owner) in registered, kind, box.seen, box.own) for owner, kind, box in walk.slots]
+        self._registries = [(id(owner) in registered, kind, box) for owner, kind, box in walk.slots]
         self._tensors = walk.tensors
         self._place(module)
         self.reset()
@@ -44,6 +44,7 @@ class Skeleton:
     def _place(self, module: nn.Module) -> None:
         """Find the names of the tensors."""
         self.slots = TensorSlots(module, self.pairs(module), self._registries)
+        self.contents.look()
         named = self.slots.params.keys() | self.slots.buffers.keys()
         self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in self.slots.ids}
         # A subclass may name what is in no registry.
@@ -93,7 +94,7 @@ class Skeleton:
 
         Given the bound names, do so to its attributes and registries too, but for what is under them.
         """
-        bound = self.slots.take_out(names or ())
+        bound = [] if names is None else self.slots.take_out(names)
         plain = self.contents.write_back(
             lambda: {id(clone): part for part, clone in self.pairs(module)}, attributes=names is not None
         )

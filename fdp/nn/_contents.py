@@ -1,7 +1,7 @@
 """The containers of a module beside those of its clone, with what was in both between calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, final
 
@@ -25,37 +25,29 @@ class Contents:
 
     def __init__(self, walk: Walk) -> None:
         boxes = [*walk.registries, *walk.containers]
-        self._states, self._containers, self._empty = (
-            walk.states,
-            walk.containers,
-            [box for box in boxes if not box.seen],
-        )
+        self._states, self._containers = walk.states, walk.containers
+        self._empty = [box for box in boxes if not box.seen]
         self._registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
         self._full = [box for box in walk.registries if box.seen and not isinstance(box.seen, dict)]
         self._full += [box for box in walk.containers if box.seen]
         self._in_library = [of_library(type(module).__module__) for module, _ in walk.modules]
-        self._now, self._nothing = [box.original for box in walk.states], [box.original for box in self._empty]
+        self._now = [box.original for box in walk.states + self._registries]
+        self._nothing, self._blank = [box.original for box in self._empty], [box.own for box in self._empty]
         self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
-        self._blank = [box.own for box in self._empty]
-        self._held, self._own = [box.original for box in self._registries], [box.own for box in self._registries]
-        self._quiet = [box.idle for box in self._registries]
+        self._own, self._quiet = [box.own for box in self._registries], [box.idle for box in self._registries]
 
     def look(self) -> None:
         """Remember what is in the boxes."""
-        self._expected = list(map(_expect, self._states, self._in_library))
-        self._seen = _Dicts([box.seen for box in self._registries])
+        libraries = chain(self._in_library, repeat(None))
+        self._expected = list(map(_expect, self._states + self._registries, libraries))
         self._idle = _Dicts(self._attributes)
 
     def are_current(self) -> bool:
         """Whether the module's are as they were. Identity is asked for where an `==` would take 1 for True."""
         try:
-            return (
-                self._expected == self._now
-                and self._seen.are_in(self._held)
-                and not any(self._nothing)
-                and all(same(box.original, box.seen) for box in self._full)
-            )
-        except Exception:  # an `==` does not compare, or another thread writes to a registry
+            untouched = self._expected == self._now and not any(self._nothing)
+            return untouched and (not self._full or all(same(box.original, box.seen) for box in self._full))
+        except Exception:  # an `==` does not compare
             return False
 
     def take_over(self) -> dict[str, tuple[Any, Any]] | None:
@@ -91,7 +83,7 @@ class Contents:
         """Whether all but the attributes of the clone are as they were."""
         # In registries there are modules, functions and marks: what is equal is the same.
         untouched = self._own == self._quiet and not any(self._blank)
-        return untouched and all(same(box.own, box.idle) for box in self._full)
+        return untouched and (not self._full or all(same(box.own, box.idle) for box in self._full))
 
     def write_back(self, originals: Callable[[], dict[int, Any]], *, attributes: bool) -> bool:
         """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?
@@ -143,11 +135,11 @@ class _Dicts:
         )
 
 
-def _expect(box: Box, in_library: bool) -> dict[str, Any]:
-    """What equals the attributes of a module as they were seen."""
+def _expect(box: Box, in_library: bool | None) -> dict[str, Any]:
+    """What equals what was seen: the attributes of a module, by where its class is, or a registry."""
     expected = box.seen.copy()
     for key, value in box.seen.items():
-        if key not in REGISTRIES and not _equal_is_same(value, in_library):
+        if not (in_library is not None and key in REGISTRIES) and not _equal_is_same(value, bool(in_library)):
             expected[key] = _Only(value)
     return expected
 

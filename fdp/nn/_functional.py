@@ -126,7 +126,8 @@ def _apply_clone(
         out = skeleton.root(*args, **kwargs)
         new_buffers = skeleton.slots.bound(buffers)
         held = is_held(skeleton)
-        _check_versions(versions, skeleton.versions())
+        if versions:
+            _check_versions(versions, skeleton.versions())
         _check_params(params, given)
         return out, new_buffers
     finally:

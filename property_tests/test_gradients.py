@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fdp
@@ -212,6 +212,7 @@ def test_l6_aux(problem: Problem, context: str):
 
 
 @given(problems())
+@settings(max_examples=1 + settings().max_examples // 3)  # six calls each
 def test_grad_and_grad_and_value_are_value_and_grad(problem: Problem):
     def loss(*args: Any) -> torch.Tensor:
         return problem.row_losses(*args).mean()

@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 
+from tests.common.depth import leave_most_to_deep
+
 torch.set_num_threads(1)  # the tensors are tiny
 
 with warnings.catch_warnings():
@@ -18,6 +20,11 @@ with warnings.catch_warnings():
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `deep` are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_most_to_deep(items)
 
 
 def pytest_collection_finish() -> None:

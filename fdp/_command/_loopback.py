@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,11 @@ def sum_of_ranks() -> int:
     return int(found)
 
 
-def check_distributed(program: Callable[[], int] = sum_of_ranks, seconds: float = SECONDS) -> Result:
+def check_distributed(
+    program: Callable[[], int] = sum_of_ranks,
+    seconds: float = SECONDS,
+    start_method: Literal["fork", "spawn"] = "spawn",
+) -> Result:
     """Which back ends torch.distributed has, and whether two processes that run a program meet over gloo."""
     if not dist.is_available():
         advice = "this torch has no distributed package: one process with many slots works, fdp.distributed does not"
@@ -36,7 +41,7 @@ def check_distributed(program: Callable[[], int] = sum_of_ranks, seconds: float 
     if "gloo" not in backends or sys.platform == "win32":
         advice = "two processes were not tried: that needs gloo, and another system than Windows"
         return Result("distributed", "warning", having, advice, details=details)
-    problem = _problem(program, seconds)
+    problem = _problem(program, seconds, start_method)
     details["loopback"] = problem or "ok"
     if problem is None:
         return Result("distributed", "ok", f"{having}; {RANKS} processes meet over gloo", details=details)
@@ -44,11 +49,11 @@ def check_distributed(program: Callable[[], int] = sum_of_ranks, seconds: float 
     return Result("distributed", "failed", summary, ADVICE, details=details)
 
 
-def _problem(program: Callable[[], int], seconds: float) -> str | None:
+def _problem(program: Callable[[], int], seconds: float, start_method: Literal["fork", "spawn"]) -> str | None:
     from fdp.distributed._launch import launch  # it needs what may not be available
 
     try:
-        found = launch(program, RANKS, timeout=seconds, start_method="spawn")
+        found = launch(program, RANKS, timeout=seconds, start_method=start_method)
     except RuntimeError as error:
         return str(error).splitlines()[0].removeprefix("launch: ")
     expected = [sum(range(RANKS))] * RANKS

@@ -27,6 +27,7 @@ from tests.accelerator.beside_torch import (
     vectors,
     wrapped,
 )
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -40,6 +41,7 @@ def _cores() -> Iterator[None]:
 orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
+@few(2)
 @cases
 @orders
 @vectors
@@ -54,6 +56,7 @@ def test_as_torch(case: Case, order: Any):
         assert_same(got, one)
 
 
+@few()
 @cases
 @pytest.mark.parametrize("form", [wrapped, function])
 @vectors

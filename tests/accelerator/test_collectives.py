@@ -84,7 +84,8 @@ def network() -> Any:
 
 
 @each_executor
-def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(executor: Any):
+@pytest.mark.parametrize("steps", [15, pytest.param(100, marks=pytest.mark.deep)])
+def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(steps: int, executor: Any):
     apply, (params, _) = fdp.functional(network())
     x, y = numbers(7, 3), numbers(7, 2)
 
@@ -98,7 +99,7 @@ def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(executor: Any
         return {name: param - 0.1 * grads[name] for name, param in params.items()}, loss(params)
 
     state, moved = fdp.replicate(params, DEVICES), []
-    for _ in range(100):
+    for _ in range(steps):
         batch = fdp.scatter((x, y), DEVICES)
         with record_copies() as log:
             state, _ = fdp.parallel_apply(step, state, batch, executor=executor)
@@ -106,7 +107,7 @@ def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(executor: Any
     nbytes = sum(param.nbytes for param in params.values())
     assert sum(moved) <= 2 * 3 * nbytes + 200  # sums to slot 0 and back; some numbers
     one = {name: param.clone() for name, param in params.items()}
-    for _ in range(100):
+    for _ in range(steps):
         loss = lambda one: (apply((one, {}), x)[0] - y).square().sum(1).mean()  # noqa: E731
         grads = torch.func.grad(loss)(one)
         one = {name: param - 0.1 * grads[name] for name, param in one.items()}

@@ -31,6 +31,7 @@ from tests.accelerator.beside_torch import (
     vectors,
     wrapped,
 )
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -148,6 +149,7 @@ def test_inputs_and_outputs_move_all_the_same():
     assert Counter(tuple(t[1:]) for t in log) == Counter(tuple(copied) for copied in real if copied != answer)
 
 
+@few(2)
 @cases
 @pytest.mark.parametrize("options", [{"output_device": 3}, {"buffers": "mean"}, {"weights": (0, 1, 1)}], ids=str)
 @vectors

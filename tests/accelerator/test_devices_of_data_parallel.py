@@ -33,6 +33,7 @@ from tests.accelerator.beside_torch import (
     wrapped,
 )
 from tests.common.containers import Point
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -48,6 +49,7 @@ WRONG = (
 )
 
 
+@few(2)
 @pytest.mark.parametrize("order", [None, (0, 1), (1, 0), (1,)], ids=str)
 @pytest.mark.parametrize("second", [CPU, *DEVICES[:2]], ids=str)
 @pytest.mark.parametrize("first", [CPU, *DEVICES[:2]], ids=str)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
-from tests.common.depth import thinned
+from tests.common.depth import few
 from tests.common.threads import side_by_side, within
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -36,7 +36,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", hurried)
 
 
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@few()
+@each_slot
+@each_name
 def test_a_slot_that_never_comes(name: str, slot: int, impatient: None):
     done = threading.Event()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
-from tests.common.depth import thinned
+from tests.common.depth import few
 from tests.common.threads import within
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -21,9 +21,11 @@ each_name = pytest.mark.parametrize("name", COLLECTIVES)
 each_run = pytest.mark.parametrize("known", [False, True], ids=["first-run", "known"])
 
 
+@few(2)
 @each_run
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_raises(name: str, slot: int, executor: Any, known: bool):
     raised: list[OddError] = []
 
@@ -44,8 +46,10 @@ def test_one_raises(name: str, slot: int, executor: Any, known: bool):
     works(executor)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_raises_afterwards(name: str, slot: int, executor: Any):
     """Between two collectives."""
 
@@ -60,9 +64,11 @@ def test_one_raises_afterwards(name: str, slot: int, executor: Any):
     works(executor)
 
 
+@few(2)
 @each_run
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_returns_early(name: str, slot: int, executor: Any, known: bool):
     def fn(i: int, x: Tensor) -> Tensor:
         return x if i == slot else COLLECTIVES[name](argument(x))
@@ -72,9 +78,11 @@ def test_one_returns_early(name: str, slot: int, executor: Any, known: bool):
     works(executor)
 
 
+@few(2)
 @first_run
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_calls_another(name: str, slot: int, executor: Any, known: bool):
     other = "all_gather" if name != "all_gather" else "psum"
 
@@ -88,9 +96,11 @@ def test_one_calls_another(name: str, slot: int, executor: Any, known: bool):
     works(executor)
 
 
+@few(2)
 @first_run
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_has_another_shape(name: str, slot: int, executor: Any, known: bool):
     def fn(i: int, x: Tensor) -> Tensor:
         value = argument(x)
@@ -101,8 +111,10 @@ def test_one_has_another_shape(name: str, slot: int, executor: Any, known: bool)
     works(executor)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_one_calls_once_more(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         for _ in range(1 + (i == slot)):

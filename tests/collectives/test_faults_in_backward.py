@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
-from tests.common.depth import thinned
+from tests.common.depth import few
 from tests.common.threads import within
 
 LINEAR = [name for name in COLLECTIVES if name not in ("pmax", "pmin")]
@@ -20,8 +20,10 @@ each_name = pytest.mark.parametrize("name", COLLECTIVES)
 each_linear = pytest.mark.parametrize("name", LINEAR)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
+@each_slot
+@each_linear
 def test_one_raises_in_an_outside_backward(name: str, slot: int, executor: Any):
     raised: list[OddError] = []
 
@@ -43,8 +45,10 @@ def test_one_raises_in_an_outside_backward(name: str, slot: int, executor: Any):
     works(executor)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
+@each_slot
+@each_linear
 def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
     error = OddError("wrong")
 
@@ -64,8 +68,10 @@ def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
     works(executor)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
+@each_slot
+@each_linear
 def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         own = x.detach().requires_grad_()
@@ -77,8 +83,10 @@ def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
     works(executor)
 
 
+@few(2)
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(LINEAR, range(SLOTS)))
+@each_slot
+@each_linear
 def test_one_calls_a_collective_meanwhile(name: str, slot: int, executor: Any):
     """One is in its backward while the others are in a forward."""
 
@@ -155,9 +163,11 @@ def test_a_second_backward_after_one_that_failed(executor: Any):
 # ---------------------------------------------------------------- interrupts
 
 
+@few(2)
 @first_run
 @each_executor
-@pytest.mark.parametrize(("name", "slot"), thinned(COLLECTIVES, range(SLOTS)))
+@each_slot
+@each_name
 def test_an_interrupt(name: str, slot: int, executor: Any, known: bool):
     error = KeyboardInterrupt()
 

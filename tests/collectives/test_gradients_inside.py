@@ -22,6 +22,7 @@ from tests.collectives.cases import (
     some_counts,
 )
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -59,6 +60,7 @@ def inside_fdp(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
 INSIDE = (inside_func, inside_vjp, inside_jacrev, inside_autograd, inside_backward, inside_fdp)
 
 
+@few(6)
 @each_executor
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("inside", INSIDE)
@@ -77,6 +79,7 @@ def test_inside(case: Case, inside: Callable[..., Tensor], n: int, executor: Any
     assert_close_tree(list(found), list(torch.autograd.grad(product(outs, cotangents(outs)), ws)))
 
 
+@few(2)
 @each_executor
 @some_counts
 @each_case

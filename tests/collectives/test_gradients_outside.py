@@ -22,11 +22,13 @@ from tests.collectives.cases import (
     some_counts,
 )
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
+@few(2)
 @each_executor
 @some_counts
 @each_case
@@ -39,6 +41,7 @@ def test_backward(case: Case, n: int, executor: str):
     assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
 
 
+@few(2)
 @each_executor
 @some_counts
 @each_case
@@ -57,6 +60,7 @@ def test_adjoint(case: Case, n: int, executor: Any):
     torch.testing.assert_close(product(pushed, back), product(grads, along))
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("n", [1, 3])
 @each_case
@@ -85,6 +89,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[[Tensor], Any]]
 }
 
 
+@few(4)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @each_case
 def test_transforms_outside(case: Case, transform: Callable[..., Any]):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 
 EXECUTORS = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -174,6 +175,7 @@ def by_grad_of_vmap(call: Call) -> Any:
 WAYS = (by_grad, by_backward, twice, by_func, by_func_twice, by_vmap_of_grad, by_grad_of_vmap)
 
 
+@few(7)
 @each_executor
 @pytest.mark.parametrize("way", WAYS)
 @each_function

@@ -9,6 +9,7 @@ from torch import Tensor
 import fdp
 from tests.collectives.cases import EXECUTORS, W, each_count, everywhere
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -85,6 +86,7 @@ WEIGHTS: dict[str, Any] = {
 }
 
 
+@few(3)
 @each_count
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

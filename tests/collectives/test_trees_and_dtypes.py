@@ -12,6 +12,7 @@ import fdp
 from tests.collectives.cases import EXECUTORS, W, X, each_count, everywhere, leaves, ring
 from tests.common.comparing import assert_close_tree
 from tests.common.containers import Point, tensors_of, with_tensors
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -35,6 +36,7 @@ TREE_MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@few(2)
 @each_executor
 @each_count
 @pytest.mark.parametrize("make", TREE_MAKERS.values(), ids=TREE_MAKERS)
@@ -85,6 +87,7 @@ def test_half_precision_is_added_up_in_float32(n: int):
         assert torch.equal(got, torch.tensor([255.0 + n]).bfloat16())
 
 
+@few(3)
 @each_count
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64], ids=str)
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)

@@ -26,6 +26,7 @@ from tests.collectives.cases import (
     same,
 )
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -36,6 +37,7 @@ EXTREMES: dict[str, Case] = {
 }
 
 
+@few(4)
 @each_executor
 @each_count
 @pytest.mark.parametrize("case", (CASES | EXTREMES).values(), ids=CASES | EXTREMES)
@@ -87,6 +89,7 @@ def test_shard_map_and_names(executor: Any):
 # ---------------------------------------------------------------- memory
 
 
+@few(2)
 @each_executor
 @each_count
 @pytest.mark.parametrize("name", ["psum", "pmax", "pmin", "pmean", "all_gather", "all_gather-stack", "ppermute-ring"])
@@ -108,6 +111,7 @@ def test_slots_own_their_results(name: str, n: int, executor: Any):
     everywhere(fn, n=n, executor=executor)
 
 
+@few(2)
 @each_executor
 @each_count
 @each_case

@@ -25,6 +25,7 @@ from tests.collectives.cases import (
     product,
 )
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -76,6 +77,7 @@ def test_only_one_slot_uses_the_result(case: Case, slot: int, executor: Any):
         product(outs, cotangents(outs)).backward()
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("slot", range(3))
 @each_case
@@ -88,6 +90,7 @@ def test_backward_from_one_entry(case: Case, slot: int, executor: Any):
     assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("is_leaf", [True, False])
 @each_case

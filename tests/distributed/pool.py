@@ -13,6 +13,7 @@ import torch
 import fdp
 
 LIMIT = 60.0  # seconds that a function may take before the pool is ended
+PRELOADED = ["fdp", "hypothesis", "pytest", "torch._decomp.decompositions_for_jvp"]  # once, and not in each process
 PATIENCE = 8.0  # seconds that a process waits for the others
 
 
@@ -21,7 +22,7 @@ class Pool:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fdp"])
+        context.set_forkserver_preload(PRELOADED)
         self.count, self._context = count, context
         self._workers: list[tuple[Any, Connection]] = []
 

@@ -167,16 +167,20 @@ def killed(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out, losses(directory / "losses"))
 
 
-def test_the_same_losses_at_three_scales(example: Any, killed: Run, one: list[float], tmp_path: Path):
-    assert example.main(["--devices", "4", "--epochs", "3", "--losses", str(tmp_path / "four")]) == 0
-    assert killed.out.count("Mesh(process 0 of 2, 2 slots on cpu x 2)") == 2  # once, and once after the restart
+def test_the_same_losses_at_three_scales(example: Any, one: list[float], tmp_path: Path):
+    options = ["--epochs", "3", "--losses"]
+    assert example.main(["--devices", "4", *options, str(tmp_path / "four")]) == 0
+    two = ["--devices", "2", *options, str(tmp_path / "two")]
+    assert launch(example.main, 2, two, timeout=LIMIT, start_method="fork") == [0, 0]
     assert len(one) == 45
     assert one[-1] < 0.1 * one[0]
     assert losses(tmp_path / "four") == pytest.approx(one, rel=0, abs=SAME)
-    assert killed.losses == pytest.approx(one, rel=0, abs=SAME)
+    assert losses(tmp_path / "two") == pytest.approx(one, rel=0, abs=SAME)
 
 
+@pytest.mark.deep
 def test_a_run_whose_rank_is_killed_ends_as_if_nothing_had_happened(killed: Run, one: list[float]):
+    assert killed.out.count("Mesh(process 0 of 2, 2 slots on cpu x 2)") == 2  # once, and once after the restart
     assert "is damaged or cut short: trying the one before" in killed.out
     begun = [int(step) for step in re.findall(r"going on from step (\d+)", killed.out)]
     assert begun[0] == 10

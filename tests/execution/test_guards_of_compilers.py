@@ -55,7 +55,7 @@ def test_guarded_functions_still_compile():
     torch.testing.assert_close(compiled(X[0], X), tangent(X[0], X))
 
 
-@pytest.mark.parametrize("compiler", ["first", "later"])
+@pytest.mark.parametrize("compiler", ["later", pytest.param("first", marks=pytest.mark.deep)])
 def test_guarded_random_functions_still_compile_and_script(compiler: str):
     program = """
 import warnings, torch, fdp

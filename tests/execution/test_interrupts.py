@@ -5,6 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import fdp
@@ -13,12 +14,13 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 DEVICES = fdp.virtual_devices(3)
 
 
-def test_interrupts_at_random_moments():
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.deep)])
+def test_interrupts_at_random_moments(count: int):
     """With collectives and without, under both executors, gradients, nested, and slot 0 in the main thread."""
-    command = [sys.executable, str(SOAK), "--calls", "0", "--interrupts", "150"]
+    command = [sys.executable, str(SOAK), "--calls", "0", "--interrupts", str(count)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.startswith("150 interrupts in "), found.stdout
+    assert found.stdout.startswith(f"{count} interrupts in "), found.stdout
 
 
 def test_threads_to_come_have_as_many_threads_for_operations_as_before():

@@ -24,6 +24,7 @@ import fdp
 from fdp._execution.random import KeptGenerators, OwnGenerators
 from fdp._placement.slot import EXCLUSIVE
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.functions import anew
 from tests.common.numbers import numbers
 from tests.common.threads import side_by_side
@@ -135,6 +136,7 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 # ---- the law
 
 
+@few(2)
 @each_draw
 @each_kind
 def test_a_slot_draws_what_one_device_would(draw: Draw, kind: Any):
@@ -153,6 +155,7 @@ def test_so_in_each_call(call: Callable[..., Any], kind: Any, executor: Any):
         assert_same_tree(call(kind(F.dropout), seed=SEED, executor=executor), alone(plain(F.dropout)))
 
 
+@few(2)
 @each_draw
 @each_executor
 @pytest.mark.parametrize("again", [False, True], ids=["once", "checkpoint"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fdp import functional, functional_call
 from fdp.nn._functional_call import _POOLS, take
 from fdp.nn._stateless import Skeleton
+from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,
     Cached,
@@ -190,6 +191,7 @@ def fails(mod, args):
     raise ArithmeticError("in forward")
 
 
+@few(2)
 @each_module
 @pytest.mark.parametrize("through", ["apply", "functional_call"])
 @pytest.mark.parametrize("failing", [False, True])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fdp import functional, functional_call
 from fdp.nn._stateless import Skeleton
+from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,
     MODULES,
@@ -76,6 +77,7 @@ def test_apply_is_the_module(make, args):
     assert_untouched(module, before)
 
 
+@few(2)
 @each_module
 @pytest.mark.parametrize("part", ["params", "buffers", "all", "pair", "one"])
 def test_functional_call_is_that_of_torch(make, args, part):
@@ -128,6 +130,7 @@ def transformed(transform: str, call: Callable[..., Any], params: dict[str, Tens
         return type(error)
 
 
+@few(2)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @each_module
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "vmap of grad"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fdp
 from fdp.nn import SyncBatchNorm, convert_sync_batchnorm
 from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
-from tests.common.depth import thinned
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores, side_by_side
 
@@ -85,7 +85,10 @@ def batch(rows: int, *shape: int) -> Tensor:
 # ---- the law
 
 
-@pytest.mark.parametrize(("kind", "options", "executor"), thinned(CLASSES, OPTIONS, ["sequential", "threads"]))
+@few(2)
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_equals_one_device(kind, options, executor):
     made, spatial = CLASSES[kind]
     module = filled(made(3, **OPTIONS[options]))

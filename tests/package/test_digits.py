@@ -11,11 +11,15 @@ import torch
 
 import fdp
 
-for package in ("matplotlib", "rich", "sklearn"):
-    pytest.importorskip(package)
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 QUICK = ("--epochs", "1", "--batch-size", "400")  # batches of 400, 400, 400 and 237
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_the_demo_needs() -> None:
+    """Only here: who collects the tests need not wait for these imports."""
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
 
 
 def load() -> ModuleType:

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-for package in ("matplotlib", "rich", "sklearn"):
-    pytest.importorskip(package)
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_the_demo_needs() -> None:
+    """Only here: who collects the tests need not wait for these imports."""
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
 
 
 @pytest.fixture

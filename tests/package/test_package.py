@@ -1,6 +1,7 @@
 """What is shipped: versions agree, types are there, and what is imported is declared."""
 
 import ast
+import functools
 import importlib
 import importlib.resources
 import re
@@ -10,13 +11,12 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import fdp
 from tests.common import public_api
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("fdp", "benchmarks/peers") for path in (ROOT / folder).rglob("*.py"))
+FILE_NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # What an extra brings, and which files may import it, all of them inside functions.
@@ -26,7 +26,8 @@ COMES_ALONG: dict[str, str] = {"numpy": "benchmarks/peers/", "IPython": "fdp/"}
 NOT_EVERYWHERE = {"fcntl", "grp", "msvcrt", "pwd", "resource", "termios", "tty", "winreg"}
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """The packages that a file imports, and whether it does so as soon as it is imported itself."""
 
     def found(node: ast.AST, *, at_once: bool) -> Iterator[tuple[str, bool]]:
@@ -39,7 +40,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             yield from found(child, at_once=at_once and not lazy)
 
-    yield from found(ast.parse(path.read_text(encoding="utf-8")), at_once=True)
+    return list(found(ast.parse(path.read_text(encoding="utf-8")), at_once=True))
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -65,16 +66,16 @@ def test_types_are_shipped():
     assert importlib.resources.files(fdp).joinpath("py.typed").is_file()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_what_is_imported_is_declared(path: Path):
-    declared = names(PROJECT["dependencies"]) | {"fdp", path.relative_to(ROOT).parts[0]}
-    for package, at_once in imports(path):
-        if package in sys.stdlib_module_names or package in declared:
-            continue
-        where = EXTRAS.get(package) or COMES_ALONG.get(package)
-        assert where is not None, f"{package} is no dependency"
-        assert path.relative_to(ROOT).as_posix().startswith(where), f"{package} is for {where} only"
-        assert not at_once or where != "fdp/", f"{package} may not be there: import it where it is used"
+def test_what_is_imported_is_declared():
+    for file, name in zip(FILES, FILE_NAMES, strict=True):
+        declared = names(PROJECT["dependencies"]) | {"fdp", name.partition("/")[0]}
+        for package, at_once in imports(file):
+            if package in sys.stdlib_module_names or package in declared:
+                continue
+            where = EXTRAS.get(package) or COMES_ALONG.get(package)
+            assert where is not None, f"{name}: {package} is no dependency"
+            assert name.startswith(where), f"{name}: {package} is for {where} only"
+            assert not at_once or where != "fdp/", f"{name}: {package} may not be there: import it where it is used"
 
 
 def test_extras_are_declared():
@@ -82,9 +83,12 @@ def test_extras_are_declared():
     assert optional >= {name.lower() for name in EXTRAS}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_modules_that_some_systems_lack_are_imported_where_they_are_used(path: Path):
-    assert not [package for package, at_once in imports(path) if at_once and package in NOT_EVERYWHERE]
+def test_modules_that_some_systems_lack_are_imported_where_they_are_used():
+    found = {
+        name: [package for package, at_once in imports(file) if at_once and package in NOT_EVERYWHERE]
+        for file, name in zip(FILES, FILE_NAMES, strict=True)
+    }
+    assert {name: packages for name, packages in found.items() if packages} == {}
 
 
 LACKING = (

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 from tests.package.test_docs import ROOT, blocks
 
@@ -94,6 +95,7 @@ def test_contrastive_by_value_and_grad(page: Any, slots: int, rows: int, executo
     assert_close_tree(loss(PARAMS, *pairs(rows)), want)
 
 
+@few(2)
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [15, 9, 2])

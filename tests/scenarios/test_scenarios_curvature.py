@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fdp
 from tests.common.comparing import assert_close_tree, unharmed
 from tests.common.containers import tensors_of
+from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 from tests.common.threads import side_by_side
 
@@ -203,6 +204,7 @@ def assert_right(outside: str, mapped: Callable[..., Any], plain: Callable[..., 
         assert_close_tree(OUTSIDE[outside](mapped), want, rtol=1e-9)
 
 
+@few(2)
 @each_executor
 @each_count
 @pytest.mark.parametrize("outside", OUTSIDE)
@@ -213,6 +215,7 @@ def test_transforms_of_the_mapped_loss(outside: str, slots: int, executor: Any):
     assert_right(outside, lambda p: mapped(p, *BATCH), lambda p: loss(p, *BATCH))
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_transforms_of_the_mapped_gradient(outside: str, executor: Any):
@@ -229,6 +232,7 @@ def test_transforms_of_the_mapped_gradient(outside: str, executor: Any):
     assert_right(outside, mapped, penalised(torch.func.grad_and_value(loss)))
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_transforms_of_clipped_gradients(outside: str, executor: Any):

@@ -11,6 +11,7 @@ import fdp
 from fdp.distributed import init
 from tests.common.comparing import unharmed
 from tests.common.containers import Point, tensors_of
+from tests.common.depth import few
 from tests.common.hard_trees import TREES
 from tests.common.numbers import numbers
 
@@ -54,6 +55,7 @@ def test_what_becomes_of_each_argument(devices: Any):
     ]
 
 
+@few(2)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 16])
 @pytest.mark.parametrize("tree", TREES)
 def test_rows_and_bytes_are_those_of_scatter(tree: str, rows: int):

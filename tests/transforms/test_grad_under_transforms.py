@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.transforms.losses import MASK, W, X, Y, dual, loss, one, oracle, weighted_loss
 
@@ -76,6 +77,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Any]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", MAPPED)
 def test_transforms_outside(name: str, transform: str):

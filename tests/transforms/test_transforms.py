@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import side_by_side
 
@@ -110,25 +111,28 @@ MAPPED: dict[str, Callable[[Fn, Any], Fn]] = {
         lambda w: flat(*fdp.value_and_grad(loss_of(inside), devices=SLOTS, executor=executor)(w, X))
     ),
 }
-OFTEN = {
-    *((outside, inside, "dp_apply") for outside in ("grad", "vmap", "vjp") for inside in ("hessian", "jvp")),
-    *((outside, "jvp", "value_and_grad") for outside in ("grad", "vmap", "vjp")),
-}
-
+INNER = (("hessian", "dp_apply"), ("jvp", "dp_apply"), ("jvp", "value_and_grad"))
+OFTEN = [(outside, *inner) for outside in ("grad", "vmap", "vjp") for inner in INNER]
 IN_ORDER = ("jvp", "jacfwd", "hessian")  # forward mode: even threads run one shard after the other
 
 
+@few(len(INSIDE))
 @pytest.mark.parametrize("call", MAPPED)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("outside", OUTSIDE)
-def test_inside_and_outside(outside: str, inside: str, call: str):
+def test_inside_and_outside(outside: str, inside: str, call: str, times: int = 2):  # noqa: PT028 (for the next test)
     differentiate = OUTSIDE[outside]
     want = differentiate(PLAIN[call](INSIDE[inside]))
     for tensor in want if isinstance(want, tuple) else (want,):
         assert tensor.abs().max() > 1e-3  # zeros would hide what got lost
-    times = 30 if (outside, inside, call) in OFTEN else 1 if outside in IN_ORDER else 2
     for executor in ("sequential", *["threads"] * times):
         assert_close_tree(differentiate(MAPPED[call](INSIDE[inside], executor)), want)
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(30, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("outside", "inside", "call"), OFTEN)
+def test_inside_and_outside_often(outside: str, inside: str, call: str, times: int):
+    test_inside_and_outside(outside, inside, call, times)
 
 
 @pytest.mark.parametrize("call", MAPPED)
@@ -322,6 +326,7 @@ def test_autograd_functional_inside(name: str, executor: Any):
 # ---- what a function captures
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("outside", [name for name in OUTSIDE if name != "none"])
 @pytest.mark.parametrize("call", MAPPED)
@@ -396,6 +401,7 @@ BETWEEN: dict[str, Callable[[Fn, Tensor], Tensor]] = {
 }
 
 
+@few(5)
 @pytest.mark.parametrize("executors", [(a, b) for a in EXECUTORS for b in EXECUTORS], ids="-".join)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("outside", ["none", "grad", "jvp", "per-sample", "backward"])

@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 import fdp
 from tests.common.comparing import assert_same_tree, unharmed
 from tests.common.containers import Batch, Keywords, KnownToFdp, KnownToTorch, Point
+from tests.common.depth import few
 from tests.common.hard_trees import TREES
 from tests.common.numbers import numbers
 
@@ -48,6 +49,7 @@ def first(_: Any, x: Any) -> Any:
 # ---- containers
 
 
+@few(2)
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", TREES)

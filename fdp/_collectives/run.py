@@ -1,4 +1,16 @@
-"""Running the shards of a call. An executor runs tasks, one per slot, and hands on their results in order."""
+"""Running the shards of a call: tasks, one per slot, whose results are handed on in order.
+
+Which way they take:
+
+- Compiled: traced, one after the other.
+- Each by itself (`_run_apart`): side by side in threads, or in order in the caller's thread; `_why_in_order` decides.
+- All alive (`_run_together`), so that they can meet in collectives: if the function is known to meet, or has effects.
+
+Nobody knows beforehand that a function meets. If a shard that runs by itself comes to a collective, `Together` ends
+it, the generators go back to where they were, and all begin anew with all slots alive. If the caller has to prepare for
+that (`Mode.apart`), it is the caller that begins anew: `Again`. What a function was found to need is remembered in
+`function_traits`. None of these exceptions is ever in a traceback of the user's.
+"""
 
 import contextlib
 import numbers

@@ -15,10 +15,11 @@ What holds at any time:
 - An idle thread refers to nothing of the last job.
 
 Any thread may call these functions, also one of the pool: then the seat that it has is busy. `lock` is taken where
-seats are chosen, inside of any other lock of fdp, and none is taken inside of it. A thread takes it for calls of its
-own, not to come or go. All are daemons: an idle one must not keep the interpreter from ending, and none is left in the
-middle of a shard unless its caller is a daemon itself. A forked child has none of them, and begins with an empty pool
-and a new lock.
+seats are chosen, perhaps inside of `EXCLUSIVE`, and none is taken inside of it. One thread may take it twice: the
+garbage collector may run a finalizer inside of it, which makes a call of its own. That call is over before the outer
+one goes on, and its seats are free again. A thread takes the lock for calls of its own, not to come or go. All are
+daemons: an idle one must not keep the interpreter from ending, and none is left in the middle of a shard unless its
+caller is a daemon itself. A forked child has none of them, and begins with an empty pool and a new lock.
 
 What was refused: one queue for all helpers. It needs no seats, but then a pool for slots has to stand beside it.
 """
@@ -53,7 +54,7 @@ class _Pool:
     """The threads of a process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.seats: list[Seat] = []
         self.threads: set[int] = set()  # their idents
         self.busy: dict[Job, Seat] = {}

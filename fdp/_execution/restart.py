@@ -1,4 +1,11 @@
-"""How a run that turns out to need another way begins anew in it. Functions are pure: nobody sees the first one."""
+"""What ends a run that needs another way, in which it then begins anew. Functions are pure: nobody sees the first one.
+
+| raised | in | caught, and begun anew, in |
+|---|---|---|
+| `Together` | `_collectives.meeting` | `_collectives.run`: all slots alive at once |
+| `InOrder` | `_execution.threads`, by what only one thread can use | `_execution.threads`: one shard after the other |
+| `Again` | `_collectives.run` | `_transforms.differentiate` and `nn._data_parallel`: the whole call |
+"""
 
 from typing import Any
 

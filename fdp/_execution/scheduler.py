@@ -158,7 +158,7 @@ class Participant:
             belongings.pause()
 
 
-PARTICIPANT: "contextvars.ContextVar[Participant | None]" = contextvars.ContextVar("fdp_member", default=None)
+PARTICIPANT: "contextvars.ContextVar[Participant | None]" = contextvars.ContextVar("fdp_participant", default=None)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: PARTICIPANT.set(None))  # those that it takes turns with are not there
 

@@ -17,7 +17,8 @@ What holds at any time:
 caller or, `help` alone, by the pool. `_Lanes._lock` and the lock of `Running` are never held together, and no other
 lock is taken inside of either; no code of the user's runs in them. An interrupt may come anywhere in the caller's
 part: `settle` waits for the helpers and undoes what the caller may have left half done, however often it is
-interrupted itself.
+interrupted itself. Only a second interrupt in its first few instructions gets past it: then a helper ends its shard,
+and nobody waits for that.
 """
 
 import contextvars

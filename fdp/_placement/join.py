@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fdp._placement.check_dims import REDUCTIONS, check_out_dim
 from fdp._placement.devices import is_faking
-from fdp._placement.dims import REDUCTIONS, check_out_dim
 from fdp._placement.moves import accumulator, concat, copy, is_inexact, layers, to_device, total
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed

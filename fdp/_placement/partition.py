@@ -25,7 +25,7 @@ class Partition(NamedTuple):
         return range(start, start + self.sizes[index])
 
 
-def make_plan(
+def make_partition(
     rows: int | None,
     devices: tuple[torch.device, ...],
     shares: Sequence[int] | None = None,

@@ -214,7 +214,8 @@ LENT = contextvars.ContextVar("fdp_lent", default=False)  # this thread may do w
 EXCLUSIVE = ProcessLock()
 """Held by what cannot go on in two threads: draws from torch's generators, calls of a module in place, forward mode.
 
-One lock for all, so that no two threads can wait for each other's. Who holds it waits for nobody: see `_turns`.
+One lock for all, so that no two threads can wait for each other's. Who holds it waits only for threads that work for
+it: see `fdp._execution.scheduler`.
 """
 
 

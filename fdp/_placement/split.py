@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from fdp._placement.check_dims import check_in_dim
 from fdp._placement.devices import as_devices
-from fdp._placement.dims import check_in_dim
-from fdp._placement.partition import Partition, balanced, check_weights, make_plan, proportional
+from fdp._placement.partition import Partition, balanced, check_weights, make_partition, proportional
 from fdp._placement.peers import Peers, peers_of
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._trees import torch_private
@@ -98,11 +98,11 @@ def plan_args(
         raise ValueError(f"{where}: rows of the slots differ: {each}")
     rows = _common_rows(flats, sized, where, whole)
     if sized:
-        return slots, make_plan(rows, slots, sized[0][1], keep_empty=keep_empty)
+        return slots, make_partition(rows, slots, sized[0][1], keep_empty=keep_empty)
     if rows is None:
-        return slots, make_plan(None, slots, keep_empty=keep_empty or bool(sharded))
+        return slots, make_partition(None, slots, keep_empty=keep_empty or bool(sharded))
     shares = sizes_of(rows, len(slots)) if weights is None else proportional(rows, weights)
-    return slots, make_plan(rows, slots, shares, keep_empty=keep_empty)
+    return slots, make_partition(rows, slots, shares, keep_empty=keep_empty)
 
 
 def check_tracing(slots: Sequence[torch.device], where: str) -> None:

@@ -1,4 +1,4 @@
-"""What a call will do, before anything runs: the same code, on tensors that have no data."""
+"""What a call will do, before anything runs: its `Plan`, and what the same code shows on tensors that have no data."""
 
 import contextlib
 import dataclasses

@@ -9,7 +9,7 @@ import torch
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.join import join
 from fdp._placement.moves import Memo
-from fdp._placement.partition import Partition, chunked, make_plan
+from fdp._placement.partition import Partition, chunked, make_partition
 from fdp._placement.place import place
 from fdp._placement.sharded import Slots
 from fdp._placement.split import check_tracing, flatten_args, plan_args, rows_of
@@ -191,7 +191,7 @@ def _split(
         return [place(flat, plan, memo, plans) for flat in flats], plan
     _, plan = plan_args(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
     rows = None if plan.sizes is None else sum(plan.sizes)
-    plan = make_plan(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
+    plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
     return [place(flat, plan, memo) for flat in flats], plan
 
 
@@ -202,7 +202,7 @@ def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[i
     in every part.
     """
     found = {rows_of(leaf, spec) for flat in flats for leaf, spec in zip(flat.leaves, flat.specs, strict=True)} - {-1}
-    plans = {rows: make_plan(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
+    plans = {rows: make_partition(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
     parts = {plan.slots: plan.devices for plan in plans.values()}
     if len(parts) != 1 or any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
         return {}

@@ -131,13 +131,18 @@ def remember_order(fn: Any) -> None:
     _ORDERED.setdefault(identity(fn), set()).add(_closed_over(fn))
 
 
+def has_met(fn: Any) -> bool:
+    """Whether shards of `fn` have met in collectives, as far as is known now."""
+    return len(_TOGETHER) > 0 and identity(fn) in _TOGETHER
+
+
 def meets(fn: Any) -> bool:
     """Whether shards of `fn` have met in collectives, with one answer for all slots that come to this call.
 
     One that learns it meanwhile would run the call once, where the others run it twice: in collectives of axes around
     the call they would meet in other runs than their own.
     """
-    known, calls = len(_TOGETHER) > 0 and identity(fn) in _TOGETHER, CALLS.get()
+    known, calls = has_met(fn), CALLS.get()
     rendezvous = next((axis.rendezvous for axis in AXES.get() if axis.rendezvous is not None), None)
     if rendezvous is None or calls is None:
         return known

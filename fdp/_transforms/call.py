@@ -24,7 +24,7 @@ from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
-from fdp._trees.registry import is_plain
+from fdp._trees.registry import is_plain, is_plain_structure
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Dims, Function, Tree
 from fdp._trees.untraced import leave_alone
@@ -126,7 +126,9 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:
-    """Whether a plan may depend on the values of a leaf: what is split has been measured, or looked into."""
+    """Whether a plan may depend on values, or would keep them alive: leaves that were looked into, odd keys."""
+    if not all(is_plain_structure(flat.structure) for flat in flats):
+        return True
     return any(
         spec == "items" or not is_plain(leaf) or (isinstance(leaf, Sharded) and leaf.sizes is None and spec is not None)
         for flat in flats

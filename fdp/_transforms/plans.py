@@ -31,7 +31,9 @@ def signature_of(
     if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
         return None
     weights = () if options.weights is None else options.weights
-    if type(weights) not in (list, tuple) or not all(type(weight) in (int, float) for weight in weights):
+    if type(options.axis_name) is not str or type(weights) not in (list, tuple):
+        return None
+    if not all(type(weight) in (int, float) for weight in weights):
         return None
     dims = [signature_of_dims(arg.dims) for arg in args]
     kinds = [list(map(_kind_of, flat.leaves)) for flat in flats]
@@ -63,7 +65,7 @@ def _kind_of(leaf: Any) -> Any:
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
     if isinstance(leaf, Slots):
         dims = signature_of_dims(leaf.dims)
-        return dims and (type(leaf), leaf.devices, leaf.sizes, *dims)
+        return dims and (type(leaf), leaf.devices, leaf.sizes, type(leaf.shards[0]), *dims)
     return type(leaf)
 
 
@@ -73,7 +75,7 @@ def find(fn: Any, signature: Hashable | None) -> Plan | None:
         return None
     try:
         return _PLANS.get(identity(fn), {}).get(signature)
-    except TypeError:  # an axis that has no hash, a size that is a symbol
+    except Exception:  # no hash, as of a size that is a symbol; or an `==` that does not say yes or no
         return None
 
 

@@ -5,11 +5,12 @@ first met: dataclasses, and what is registered with `torch_private.pytree`. And 
 tensors is refused, because its tensors would silently be neither split nor moved.
 """
 
+import dataclasses
 import itertools
 import sys
 import threading
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,21 @@ class TreeTypeError(TypeError):
 
 
 _LEAF = optree.treespec_leaf(namespace=NAMESPACE)
+
+
+def is_plain_structure(structure: optree.PyTreeSpec) -> bool:
+    """Whether a structure holds nothing but strings, numbers and classes: no key or metadata that may be large."""
+    if structure.is_leaf():
+        return True
+    kind: Any = structure.type
+    if not (kind in _PLAIN_NODES or optree.is_namedtuple_class(kind) or dataclasses.is_dataclass(kind)):
+        return False
+    keys = structure.entries()
+    return all(type(key) in _PLAIN_KEYS for key in keys) and all(map(is_plain_structure, structure.children()))
+
+
+_PLAIN_NODES = frozenset({dict, OrderedDict, list, tuple, deque, type(None)})
+_PLAIN_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def register_leaf(cls: type) -> None:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from fdp._execution.alone import be_alone
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import REGISTRIES, Box, Walk, is_setting, refill, same, translate
 from fdp.nn._merge import merge
@@ -93,15 +94,20 @@ class Contents:
         if attributes and self._idle.are_in(list(map(vars, self._clones))) and self._are_quiet():
             return True
         both = self._both() if attributes else ((box, box.own) for box in self._containers)
-        changed = [(box, own) for box, own in both if not same(own, box.idle)]
+        changed = [(box, own) for box, own in both if not _is_of_parameters(box) and not same(own, box.idle)]
+        if changed and attributes:
+            be_alone()  # others beside this would not see it, nor this what they have written
         table = originals() | {id(own): box.original for box, own in self._both()} if changed else {}
         plain = True
         for box, own in changed:
-            if box.path.rpartition(".")[2] not in _OF_PARAMETERS:
-                now = _carry(own, table, box.idle, box.seen)
-                plain &= _are_plain(_not_in(box.seen, now))
-                merge(box.original, box.seen, now)
+            now = _carry(own, table, box.idle, box.seen)
+            plain &= _are_plain(_not_in(box.seen, now))
+            merge(box.original, box.seen, now)
         return plain
+
+    def are_filled(self) -> bool:
+        """Whether a call has changed a list, dict or set of the clone."""
+        return any(not same(box.own, box.idle) for box in self._containers if not _is_of_parameters(box))
 
     def catch_up(self, clones: Callable[[], dict[int, Any]]) -> None:
         """Have in the clone's containers what has come into the module's since."""
@@ -157,6 +163,10 @@ class _Only:
         return other is self._value
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _is_of_parameters(box: Box) -> bool:
+    return box.path.rpartition(".")[2] in _OF_PARAMETERS
 
 
 def _follow(box: Box, now: Any, clones: Mapping[int, Any]) -> None:

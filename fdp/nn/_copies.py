@@ -137,7 +137,7 @@ def _is_equal(param: Tensor, copied: Tensor) -> bool:
 
 def _checksum(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """Of all bits: a sum of 32-bit words, each times a number that its position gives (multilinear hashing)."""
-    raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    raw = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
     words = nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
     factors = torch.arange(words.numel(), device=words.device).mul_(_ODD)
     for shift in (29, 32):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fdp._collectives.run import Mode, check_options
-from fdp._execution.function_traits import mark
+from fdp._execution.function_traits import has_met, mark
+from fdp._execution.random import bookmark
 from fdp._execution.restart import Again
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
@@ -51,9 +52,9 @@ class DataParallel(nn.Module, Generic[M]):
     contents tell; the copies go with the first call that needs gradients, or with the wrapper.
 
     What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
-    lost. Replicas have containers of their own until all are done. Then what each has appended comes in the order of
-    the slots, also to lists that are new in a dict, changes of an int add up, and of other values the last slot's
-    stays. Objects of other classes that the module holds are shared: pass `executor="sequential"` if forward writes
+    lost. A module that does so runs in order, each replica finding what those before it have put there: if that is seen
+    while replicas run side by side, what they have written is taken back, and the forward begins anew. Objects of other
+    classes that the module holds are shared, and written to twice then: pass `executor="sequential"` if forward writes
     to them.
 
     Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
@@ -89,6 +90,8 @@ class DataParallel(nn.Module, Generic[M]):
     device_ids: list[int | torch.device]
     output_device: int | torch.device | None
     src_device_obj: torch.device | None
+
+    _fills = False  # forward puts something into lists, dicts or sets of the module
 
     def __init__(
         self,
@@ -162,9 +165,12 @@ class DataParallel(nn.Module, Generic[M]):
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
             outputs: Any = None
+            go_back = bookmark(dict.fromkeys(self._devices))
             try:
                 outputs = self.parallel_apply(replicas, args, keywords)
-            except Again:  # forward calls a collective, which was not known
+            except Again as need:  # forward calls a collective, or fills a list, which was not known
+                if need.name == "":
+                    go_back()
                 loan.take_back()
             if loan.is_taken_back:
                 replicas = self.replicate(self.module, self._ids_of(len(args), loan))
@@ -199,15 +205,22 @@ class DataParallel(nn.Module, Generic[M]):
         if loan is None:
             return run_modules(replicas, inputs, kwargs, devices, None, IN_ORDER)
         sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
-        executor = self._executor if loan.may_use_threads(replicas) else "sequential"
+        in_order = self._fills or not loan.may_use_threads(replicas)
+        executor = "sequential" if in_order else self._executor
         own = functools.partial(self.module)
         mark(own)
         meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
         mode = Mode(executor, None, own, effects=meets, stays=True, apart=not loan.is_taken_back)
         if executor == "sequential":
-            return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
+            outputs = run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
+            self._fills = loan.have_filled(replicas)
+            return outputs
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
-        loan.merge(replicas)
+        if loan.have_filled(replicas):
+            if mode.apart and not (meets or has_met(own)):
+                self._fills = True  # each is to find what those before it have put there
+                raise Again("")
+            loan.merge(replicas)  # slots that meet are all alive at once
         return outputs
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:

@@ -48,8 +48,8 @@ def _appended(before: Any, now: Sequence[Any]) -> Sequence[Any] | None:
     """What was put behind what was there, None if something else was done. A deque that is full loses its first."""
     held = list(before)
     if len(now) >= len(held) and all(map(is_, held, now)):
-        return now[len(held) :]
+        return list(now)[len(held) :]
     if isinstance(before, deque) and len(now) == before.maxlen:
         gone = next(i for i in range(len(held) + 1) if all(map(is_, held[i:], now)))
-        return now[len(held) - gone :]
+        return list(now)[len(held) - gone :]
     return None

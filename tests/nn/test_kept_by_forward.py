@@ -25,7 +25,7 @@ class Caching(nn.Module):
         if "kept" not in self.cache:
             self.cache["kept"] = self.make(self, x)
         kept = self.cache["kept"]
-        return (kept(x) if callable(kept) else self.linear(x)) * (kept if isinstance(kept, int) else 1)
+        return self.linear(x) * kept if isinstance(kept, int) else kept(x)
 
 
 KEPT = {

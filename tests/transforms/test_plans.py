@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -204,6 +205,50 @@ def test_a_plan_keeps_no_tensor_and_no_function():
     held = call()
     gc.collect()
     assert [each() for each in held] == [None] * len(held)
+
+
+class Node:
+    """A container whose metadata says of no other whether it is equal."""
+
+    def __init__(self, x: Any, extra: Any) -> None:
+        self.x, self.extra = x, extra
+
+
+optree.register_pytree_node(Node, lambda n: ((n.x,), n.extra), lambda extra, c: Node(*c, extra), namespace="fdp")
+
+
+def test_metadata_that_cannot_be_compared():
+    def use(_: Any, node: Node) -> Any:
+        return node.x
+
+    x = numbers(4)
+    for extra in (torch.ones(2), 1, torch.ones(2), (torch.ones(2),)):
+        assert torch.equal(fdp.dp_apply(use, None, Node(x, extra), SLOTS), x)
+
+
+def test_a_plan_keeps_no_keys():
+    def use(params: Any, x: Any) -> Any:
+        return x
+
+    def call() -> list[Any]:
+        key = torch.nn.Parameter(numbers(3))
+        fdp.dp_apply(use, {key: numbers(2)}, numbers(4), SLOTS)
+        return [weakref.ref(key)]
+
+    held = call()
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
+def test_the_advice_for_lists_is_given_after_another_call_too():
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        return x
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            fdp.dp_apply(loss, None, fdp.scatter(numbers(4), SLOTS), SLOTS)
+        with pytest.raises(TypeError, match=r"Pass inputs.unzip\(\)"):
+            fdp.dp_apply(loss, None, fdp.scatter([numbers(4), numbers(4)], SLOTS), SLOTS)
 
 
 def test_many_signatures_are_forgotten():

@@ -214,7 +214,8 @@ class Node:
         self.x, self.extra = x, extra
 
 
-optree.register_pytree_node(Node, lambda n: ((n.x,), n.extra), lambda extra, c: Node(*c, extra), namespace="fdp")
+register: Any = optree.register_pytree_node
+register(Node, lambda node: ((node.x,), node.extra), lambda extra, parts: Node(*parts, extra), namespace="fdp")
 
 
 def test_metadata_that_cannot_be_compared():

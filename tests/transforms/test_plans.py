@@ -215,7 +215,9 @@ class Node:
 
 
 register: Any = optree.register_pytree_node
-register(Node, lambda node: ((node.x,), node.extra), lambda extra, parts: Node(*parts, extra), namespace="fdp")
+register(
+    Node, lambda node: ((node.x,), node.extra), lambda extra, parts: Node(next(iter(parts)), extra), namespace="fdp"
+)
 
 
 def test_metadata_that_cannot_be_compared():

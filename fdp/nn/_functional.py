@@ -15,8 +15,8 @@ from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
 from fdp._trees.untraced import leave_alone
+from fdp.nn._bound_clone import Skeleton
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
-from fdp.nn._stateless import Skeleton
 
 State: TypeAlias = tuple[Tensors, Tensors]
 

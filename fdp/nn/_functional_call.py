@@ -15,7 +15,7 @@ from fdp._execution.patches import stand_in_for_functional_call
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
-from fdp.nn._stateless import Skeleton
+from fdp.nn._bound_clone import Skeleton
 
 Tensors: TypeAlias = dict[str, Tensor]
 

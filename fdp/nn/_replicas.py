@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from fdp._execution.restart import Restart
 from fdp._placement.partition import Partition
 from fdp._trees import torch_private
+from fdp.nn._bound_clone import Skeleton
 from fdp.nn._buffers import Buffer, is_same, write, write_first, write_means
 from fdp.nn._copies import Tensors, copies_of, kept_copies
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
 from fdp.nn._replicate import as_replica, check_replicable, has_scripts, named_tensors, shallow
-from fdp.nn._stateless import Skeleton
 
 
 @final

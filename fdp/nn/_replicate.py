@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
 from fdp._trees.types import DeviceLike
+from fdp.nn._bound_clone import Skeleton
 from fdp.nn._copies import Tensors, copies_of
-from fdp.nn._stateless import Skeleton
 
 M = TypeVar("M", bound=nn.Module)
 

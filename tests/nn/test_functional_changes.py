@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fdp import functional, functional_call
-from fdp.nn._stateless import Skeleton
+from fdp.nn._bound_clone import Skeleton
 from tests.nn.odd_modules import X, close, other_tensors, seeded, used
 
 pytestmark = pytest.mark.usefixtures("float64")

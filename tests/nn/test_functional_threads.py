@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fdp import functional, functional_call
+from fdp.nn._bound_clone import Skeleton
 from fdp.nn._functional_call import _POOLS, take
-from fdp.nn._stateless import Skeleton
 from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fdp import functional, functional_call
-from fdp.nn._stateless import Skeleton
+from fdp.nn._bound_clone import Skeleton
 from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,

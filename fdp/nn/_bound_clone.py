@@ -10,7 +10,7 @@ from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Walk, items, join_path
 from fdp.nn._contents import Contents
-from fdp.nn._slots import TensorSlots
+from fdp.nn._tensor_slots import TensorSlots
 
 
 @final

@@ -156,10 +156,11 @@ def same(now: Any, before: Any) -> bool:
     return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
 
 
-def is_setting(value: Any) -> bool:
+def is_setting(value: Any, around: frozenset[int] = frozenset()) -> bool:
     """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
     if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        return len(value) > 0 and all(map(is_setting, content(value)))
+        inside = around | {id(value)}
+        return len(value) > 0 and id(value) not in around and all(is_setting(each, inside) for each in content(value))
     return type(value) in ATOMS
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdp import DataParallel, dp_apply
+from fdp import DataParallel, dp_apply, functional
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -101,3 +101,20 @@ def test_functional_call_in_shards_side_by_side_keeps_what_a_sequence_keeps():
             got = dp_apply(call, params, x, CPUS, executor="threads")
             torch.testing.assert_close(got, module.linear(x) * 3)
     assert module.cache == {"kept": 3}
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+def test_a_container_that_leads_back_to_itself(executor: Any):
+    class Linked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.tree = nn.Linear(3, 2).double(), dict[str, Any](child={})
+            self.tree["child"]["up"] = self.tree
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    module, x = Linked(), numbers(8, 3)
+    torch.testing.assert_close(DataParallel(module, CPUS, executor=executor)(x), module(x))
+    apply, state = functional(module)
+    torch.testing.assert_close(apply(state, x)[0], module(x))

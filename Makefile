@@ -41,8 +41,9 @@ test: $(READY)  ## tests, property tests with few examples, doctests and the cod
 
 test-deep: $(READY)  ## property tests with many examples, and tests marked `deep`
 	$(BIN)/python -m pytest -m deep tests $(ARGS); marked=$$?; \
+	  ACCELERATOR=virtual $(BIN)/python -m pytest -m deep tests/accelerator $(ARGS); there=$$?; \
 	  HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS); first=$$?; \
-	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS) && exit $$((marked | first))
+	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=7200 property_tests $(ARGS) && exit $$((marked | there | first))
 
 # Every page anew: Sphinx warns only of those that it reads, and a second run would pass.
 docs: $(READY)  ## the site, into build/docs; warnings are errors

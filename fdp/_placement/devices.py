@@ -46,9 +46,9 @@ def available_devices() -> tuple[torch.device, ...]:
 
 
 def as_devices(devices: Devices, where: str, name: str = "devices") -> tuple[torch.device, ...]:
-    """One `torch.device` a slot; messages call the argument `name`."""
-    if type(devices) is tuple and 0 < len(devices) == devices.count(_CPU):
-        return devices
+    """One `torch.device` per slot; messages call the argument `name`."""
+    if (type(devices) is tuple or type(devices) is list) and 0 < len(devices) == devices.count(_CPU):
+        return tuple(devices)
     if devices is None:
         slot = current_slot()
         return available_devices() if slot is None else (slot.device,)

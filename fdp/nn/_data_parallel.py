@@ -11,7 +11,7 @@ from torch import nn
 
 from fdp._collectives.run import Mode, check_options
 from fdp._execution.function_traits import has_met, mark
-from fdp._execution.random import bookmark
+from fdp._execution.random import bookmark, stay
 from fdp._execution.restart import Again
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
@@ -165,7 +165,7 @@ class DataParallel(nn.Module, Generic[M]):
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
             outputs: Any = None
-            go_back = bookmark(dict.fromkeys(self._devices))
+            go_back = stay if self._fills else bookmark(dict.fromkeys(self._devices))
             try:
                 outputs = self.parallel_apply(replicas, args, keywords)
             except Again as need:  # forward calls a collective, or fills a list, which was not known

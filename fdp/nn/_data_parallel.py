@@ -205,7 +205,7 @@ class DataParallel(nn.Module, Generic[M]):
         if loan is None:
             return run_modules(replicas, inputs, kwargs, devices, None, IN_ORDER)
         sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
-        in_order = self._fills or not loan.may_use_threads(replicas)
+        in_order = self._fills or loan.begins_in_order or not loan.may_use_threads(replicas)
         executor = "sequential" if in_order else self._executor
         own = functools.partial(self.module)
         mark(own)
@@ -218,7 +218,7 @@ class DataParallel(nn.Module, Generic[M]):
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
         if loan.have_filled(replicas):
             if mode.apart and not (meets or has_met(own)):
-                self._fills = True  # each is to find what those before it have put there
+                self._fills = loan.begins_in_order = True  # each is to find what those before it have put there
                 raise Again("")
             loan.merge(replicas)  # slots that meet are all alive at once
         return outputs

@@ -19,26 +19,22 @@ def merge(box: Any, before: Any, now: Any) -> None:
     elif isinstance(box, dict):
         for key in before.keys() - now.keys():
             box.pop(key, None)
-        starts = getattr(before, "default_factory", None) is int
-        _update(box, dict(before), now, 0 if starts else None)
+        _update(box, dict(before), now)
     elif (added := _appended(before, now)) is not None:
         box.extend(added)
     elif len(before) == len(now) == len(box):
-        _update(box, dict(enumerate(before)), dict(enumerate(now)), None)
+        _update(box, dict(enumerate(before)), dict(enumerate(now)))
     else:
         refill(box, now)
 
 
-def _update(box: Any, before: Mapping[Any, Any], now: Mapping[Any, Any], start: Any) -> None:
-    """Set what has changed. Integers count, and so add up; of other values the last one stays."""
+def _update(box: Any, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Set what has changed; of several values the last one stays, as in a dict that all share."""
     for key, value in now.items():
-        old = before.get(key, start)
-        if key in before and old is value:
+        if key in before and before[key] is value:
             continue
-        current = box.get(key, start) if isinstance(box, dict) else box[key]
-        if type(value) is type(old) is type(current) is int:
-            box[key] = current + value - old
-        elif key not in before and type(value) is type(current) and type(value) in _KINDS and value is not current:
+        current = box.get(key) if isinstance(box, dict) else box[key]
+        if key not in before and type(value) is type(current) and type(value) in _KINDS and value is not current:
             merge(current, type(current)(), value)  # another replica has begun it
         else:
             box[key] = value

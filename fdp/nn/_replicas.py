@@ -116,6 +116,7 @@ class Loan:
         self.plan: Partition | None = None
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
         self.is_taken_back = False  # a forward begins anew
+        self.begins_in_order = False  # because it fills containers; calls in other threads do not change that
         first = take(pool_of(module), module)
         self._spare = [first]
         self._ids = first.original_ids

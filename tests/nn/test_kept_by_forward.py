@@ -1,6 +1,8 @@
 """What forward keeps in lists and dicts of a module and computes with later: as if replicas ran one by one."""
 
 import functools
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from fdp import DataParallel, dp_apply, functional
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
+from tests.common.threads import many_cores, side_by_side
 
 CPUS = ["cpu"] * 3
 
@@ -69,6 +71,35 @@ def test_ints_of_lists_and_dicts_are_those_of_a_sequence(executor: Any):
     for calls in (1, 2, 3):
         shim(numbers(8, 3))
         assert (shim.module.seen, shim.module.order) == ({"calls": 3 * calls, "width": 3}, [0, 1, 2])
+
+
+def test_several_threads_may_call_a_module_that_begins_anew():
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = {"width": 0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache["width"] = self.cache["width"] or x.shape[1]
+            time.sleep(0.001)
+            return x * (self.cache["width"] or 3)
+
+    def work(shim: Any) -> None:
+        for _ in range(20):
+            found.append(torch.equal(shim(x), x * 3))
+            if len(found) % 3 == 0:
+                shim.module.cache["width"] = 0  # so that the next call fills it again
+
+    x, found = numbers(8, 3), list[bool]()
+    shim = DataParallel(Sized(), CPUS, executor="threads")
+    threads = [threading.Thread(target=work, args=(shim,)) for _ in range(4)]
+    with side_by_side():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [True] * 80
+    assert shim.module.cache["width"] in (0, 3)
 
 
 def test_random_numbers_are_those_of_a_sequence_also_where_forward_begins_anew():

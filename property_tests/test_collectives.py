@@ -1,13 +1,8 @@
 """Random programs of collectives: what one process computes that simulates all slots, or an error, and never a hang."""
 
-import contextvars
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import fdp
 from property_tests.places import spread
+from tests.common.threads import within
 
 REGISTERS = 3
 SIZE = 4  # of the square matrices that the registers hold
@@ -133,6 +129,7 @@ small = st.integers(0, REGISTERS - 1)
 steps = st.builds(
     Step, st.sampled_from([*ELEMENTWISE, *COLLECTIVES, *COLLECTIVES]), small, small, small, st.integers(0, 3)
 )
+
 programs = st.lists(steps, min_size=1, max_size=8)
 
 
@@ -196,28 +193,6 @@ def oracle(program: Sequence[Step], n: int) -> tuple[list[Tensor], Tensor, Tenso
     assert whole is not None
     assert rows is not None
     return [loss.detach() for loss in losses], torch.stack(each), whole, rows
-
-
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call returns or raises; fail if it does neither in time."""
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append((call(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
-        pytest.fail("it hangs:\n" + "\n\n".join(stacks))
-    result, error = found.pop()
-    if error is not None:
-        raise error
-    return result
 
 
 def outside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any) -> Any:

@@ -60,3 +60,28 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.body, x, **self.options)
+
+
+class Apply(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+def value_and_grads(run: Callable[..., Tensor], module: nn.Module, *inputs: Tensor) -> Any:
+    """The value, and the gradients in inputs and parameters of a loss that no two elements enter alike."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = run(*leaves)
+    wanted = [*leaves, *module.parameters()]
+    grads = torch.autograd.grad((out * numbers(*out.shape)).sum(), wanted, materialize_grads=True)
+    return out.detach(), grads
+
+
+def outputs_of(fn: Callable[..., Any], *args: Any, slots: int = 2, **options: Any) -> Any:
+    return DataParallel(Apply(fn), ["cpu"] * slots, **options)(*args)

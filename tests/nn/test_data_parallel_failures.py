@@ -3,7 +3,6 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,26 +13,11 @@ from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
+from tests.nn.modules_of_data_parallel import Apply, outputs_of
 
 TWO = ["cpu", "cpu"]
 
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
-
-
-class Apply(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.fn = fn
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-
-def outputs_of(fn: Callable[..., Any], *args: Any, slots: int = 2, **options: Any) -> Any:
-    return DataParallel(Apply(fn), ["cpu"] * slots, **options)(*args)
 
 
 def fail(error: BaseException) -> Any:

@@ -10,29 +10,9 @@ from torch import Tensor, nn
 from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
+from tests.nn.modules_of_data_parallel import mlp, outputs_of
 
 CPU = torch.device("cpu")
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-class Apply(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.fn = fn
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-
-def outputs_of(fn: Callable[..., Any], *args: Any, slots: int = 2, **options: Any) -> Any:
-    return DataParallel(Apply(fn), ["cpu"] * slots, **options)(*args)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

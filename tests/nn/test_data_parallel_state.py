@@ -15,36 +15,11 @@ from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
+from tests.nn.modules_of_data_parallel import Apply, mlp, value_and_grads
 
 TWO = ["cpu", "cpu"]
 
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-class Apply(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.fn = fn
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-
-def value_and_grads(run: Callable[..., Tensor], module: nn.Module, *inputs: Tensor) -> Any:
-    """The value, and the gradients in inputs and parameters of a loss that no two elements enter alike."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = run(*leaves)
-    wanted = [*leaves, *module.parameters()]
-    grads = torch.autograd.grad((out * numbers(*out.shape)).sum(), wanted, materialize_grads=True)
-    return out.detach(), grads
 
 
 # ---------------------------------------------------------------- state

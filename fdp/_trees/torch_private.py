@@ -169,6 +169,9 @@ _CALL = "two shards would swap tensors in one module: it is replaced for shards 
 functional_call = _use("torch.nn.utils.stateless._functional_call", _CALL)
 reparametrize_module = _use("torch.nn.utils.stateless._reparametrize_module", "a module that is called in place")
 has_any_global_hook = _use("torch.nn.modules.module._has_any_global_hook", "hooks that every module has")
+dict_version = _use(
+    "torch._C._dynamo.guards.dict_version", "has a dict been written to? The compiler asks for its guards", "2.13"
+)
 _CACHE = "parametrizations are cached for the module, and not for the tensors that a shard has"
 _cache = _use("torch.nn.utils.parametrize._cache", _CACHE)
 _cache_enabled = _use("torch.nn.utils.parametrize._cache_enabled", _CACHE)

@@ -44,7 +44,6 @@ class Skeleton:
     def _place(self, module: nn.Module) -> None:
         """Find the names of the tensors."""
         self.slots = TensorSlots(module, self.pairs(module), self._registries)
-        self.contents.look()
         named = self.slots.params.keys() | self.slots.buffers.keys()
         self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in self.slots.ids}
         # A subclass may name what is in no registry.
@@ -52,7 +51,7 @@ class Skeleton:
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether this is what the module is now. Numbers, strings and tensors that were set anew are taken over."""
-        if list(map(type, [module, *self._children])) != self._kinds:
+        if [type(module), *map(type, self._children)] != self._kinds:
             return False
         return self.contents.are_current() or self._take_over(module)
 

@@ -17,6 +17,8 @@ _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 # What every module has of its own; a forward never reads the ones about state dicts.
 REGISTRIES = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 _NOT_IN_FORWARD = frozenset(key for key in REGISTRIES if "state_dict" in key)
+# These say more about hooks and buffers that are in others, and change with those.
+_SECONDARY = frozenset(key for key in REGISTRIES if key.endswith(("_with_kwargs", "_always_called", "_buffers_set")))
 _BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 
 
@@ -41,6 +43,7 @@ class Walk:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.states: list[Box] = []
         self.registries: list[Box] = []
+        self.secondary: list[Box] = []  # registries that do not change alone
         self.containers: list[Box] = []
         self.slots: list[tuple[nn.Module, str, Box]] = []  # registries of tensors, and whose
         self.tensors: dict[str, Tensor] = {}
@@ -91,7 +94,7 @@ class Walk:
         self.clones[id(module)] = clone
         self.modules.append((module, clone))
         seen = vars(module).copy()
-        idle = seen.copy()  # and not bit by bit: a dict that has grown is larger, and takes longer to copy
+        idle = seen.copy()
         self.states.append(Box(vars(module), seen, clone, idle, path))
         for key, value in seen.items():
             idle[key] = self._clone_attribute(module, key, value, path)
@@ -106,7 +109,7 @@ class Walk:
             return self._clone(value, join_path(path, key))
         # Backward hooks get the module after the call, when the clone may already serve another.
         self.trusted &= not (key in _BACKWARD_HOOKS and value)
-        box = self._clone_box(value, path, self.registries)
+        box = self._clone_box(value, path, self.secondary if key in _SECONDARY else self.registries)
         if key in ("_parameters", "_buffers"):
             self.slots.append((module, key, box))
         return box.own

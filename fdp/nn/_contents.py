@@ -1,19 +1,19 @@
 """The containers of a module beside those of its clone, with what was in both between calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from fdp._execution.alone import be_alone
+from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
-from fdp.nn._clone import REGISTRIES, Box, Walk, is_setting, refill, same, translate
+from fdp.nn._clone import Box, Walk, is_setting, refill, same, translate
 from fdp.nn._merge import merge
-from fdp.nn._reachable import ATOMS, content, of_library
+from fdp.nn._reachable import ATOMS, content
 
-_set_state: Callable[[nn.Module, dict[str, Any]], None] = vars(nn.Module)["__dict__"].__set__  # not Module.__setattr__
+_attributes: Callable[[nn.Module], dict[str, Any]] = attrgetter("__dict__")
 _OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
 
 
@@ -21,39 +21,30 @@ _OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent 
 class Contents:
     """The attributes, registries and other containers of the modules of a walk.
 
-    Lists of them that C code can compare stand beside the boxes: most calls change nothing.
+    Most calls change nothing, and that is seen without looking into the dicts that are not empty.
     """
 
     def __init__(self, walk: Walk) -> None:
         boxes = [*walk.registries, *walk.containers]
-        self._states, self._containers = walk.states, walk.containers
+        self._states, self._containers, self._secondary = walk.states, walk.containers, walk.secondary
         self._empty = [box for box in boxes if not box.seen]
         self._registries = [box for box in walk.registries if box.seen and isinstance(box.seen, dict)]
         self._full = [box for box in walk.registries if box.seen and not isinstance(box.seen, dict)]
         self._full += [box for box in walk.containers if box.seen]
-        self._in_library = [of_library(type(module).__module__) for module, _ in walk.modules]
-        self._now = [box.original for box in walk.states + self._registries]
+        filled = walk.states + self._registries
+        self._now, self._seen = [box.original for box in filled], _Dicts([box.seen for box in filled])
         self._nothing, self._blank = [box.original for box in self._empty], [box.own for box in self._empty]
-        self._clones, self._attributes = [box.own for box in walk.states], [box.idle for box in walk.states]
+        self._clones, self._idle = [box.own for box in walk.states], _Dicts([box.idle for box in walk.states])
         self._own, self._quiet = [box.own for box in self._registries], [box.idle for box in self._registries]
 
-    def look(self) -> None:
-        """Remember what is in the boxes."""
-        libraries = chain(self._in_library, repeat(None))
-        self._expected = list(map(_expect, self._states + self._registries, libraries))
-        self._idle = _Dicts(self._attributes)
-
     def are_current(self) -> bool:
-        """Whether the module's are as they were. Identity is asked for where an `==` would take 1 for True."""
-        try:
-            untouched = self._expected == self._now and not any(self._nothing)
-            return untouched and (not self._full or all(same(box.original, box.seen) for box in self._full))
-        except Exception:  # an `==` does not compare
-            return False
+        """Whether the module's are as they were."""
+        untouched = not self._seen.changed(self._now) and not any(self._nothing)
+        return untouched and (not self._full or all(same(box.original, box.seen) for box in self._full))
 
     def take_over(self) -> dict[str, tuple[Any, Any]] | None:
         """Have in the clone what is new in the module's: before and now by path, None if a clone cannot follow."""
-        if any(self._nothing):
+        if any(self._nothing) or not all(same(box.original, box.seen) for box in self._secondary):
             return None
         changes: dict[str, tuple[Any, Any]] = {}
         for box in self._states + self._registries + self._full:
@@ -64,17 +55,21 @@ class Contents:
                 return None
             changes[box.path] = box.seen.copy(), now
             _follow(box, now, {})
+        self._seen.renew()
+        self._idle.renew()
         return changes
 
     def restore(self) -> None:
         """Undo what a call of the module itself has written to the module's."""
-        for box in self._states + self._registries + self._full + self._empty:
+        for box in self._states + self._registries + self._full + self._empty + self._secondary:
             if not same(box.original, box.seen):
                 refill(box.original, box.seen)
 
     def reset(self) -> None:
         """Undo what a call of the clone has written to the clone's."""
-        any(map(_set_state, self._clones, map(dict.copy, self._attributes)))
+        states = self._attributes()
+        for i in self._idle.changed(states):
+            refill(states[i], self._states[i].idle)
         if not self._are_quiet():
             for box, own in self._both():
                 if not same(own, box.idle):
@@ -91,7 +86,7 @@ class Contents:
 
         Without attributes and registries if only containers are asked for.
         """
-        if attributes and self._idle.are_in(list(map(vars, self._clones))) and self._are_quiet():
+        if attributes and not self._idle.changed(self._attributes()) and self._are_quiet():
             return True
         both = self._both() if attributes else ((box, box.own) for box in self._containers)
         changed = [(box, own) for box, own in both if not _is_of_parameters(box) and not same(own, box.idle)]
@@ -117,52 +112,39 @@ class Contents:
             _follow(box, box.original.copy(), table)
             refill(box.own, box.idle)
 
+    def _attributes(self) -> list[dict[str, Any]]:
+        """Those of the clone. A forward may have put another dict in place of one."""
+        return list(map(_attributes, self._clones))
+
     def _both(self) -> Iterator[tuple[Box, Any]]:
         """Each box with the clone's container."""
-        yield from zip(self._states, map(vars, self._clones), strict=True)
-        for box in self._registries + self._full + self._empty:
+        yield from zip(self._states, self._attributes(), strict=True)
+        for box in self._registries + self._full + self._empty + self._secondary:
             yield box, box.own
 
 
 @final
 class _Dicts:
-    """What is in some dicts, in lists that C code can compare with what others hold."""
+    """What some dicts are to hold. One of which the version is that of the last look has not been written to since."""
 
-    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
-        self._sizes, self._keys = list(map(len, dicts)), [*chain.from_iterable(dicts)]
-        self._values = [*chain.from_iterable(map(dict.values, dicts))]
+    def __init__(self, expected: Sequence[dict[Any, Any]]) -> None:
+        self._expected = expected
+        self.renew()
 
-    def are_in(self, dicts: Sequence[dict[Any, Any]]) -> bool:
-        """Whether these hold the same objects under the same keys."""
-        return (
-            list(map(len, dicts)) == self._sizes
-            and [*chain.from_iterable(dicts)] == self._keys
-            and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
-        )
+    def renew(self) -> None:
+        """Something else is expected from now on."""
+        self._versions = [-1] * len(self._expected)
 
-
-def _expect(box: Box, in_library: bool | None) -> dict[str, Any]:
-    """What equals what was seen: the attributes of a module, by where its class is, or a registry."""
-    expected = box.seen.copy()
-    for key, value in box.seen.items():
-        if not (in_library is not None and key in REGISTRIES) and not _equal_is_same(value, bool(in_library)):
-            expected[key] = _Only(value)
-    return expected
-
-
-@final
-class _Only:
-    """Equals one object only."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return other is self._value
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    def changed(self, dicts: Sequence[dict[Any, Any]]) -> list[int]:
+        """Which dicts do not hold the expected objects under the expected keys."""
+        versions = list(map(torch_private.dict_version, dicts))
+        if versions == self._versions:
+            return []
+        written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
+        found = [i for i in written if not same(dicts[i], self._expected[i])]
+        if not found:
+            self._versions = versions  # of before the look: other threads may have written since
+        return found
 
 
 def _is_of_parameters(box: Box) -> bool:
@@ -200,13 +182,6 @@ def _not_in(known: Any, box: Any) -> list[Any]:
 
 def _are_plain(values: Any) -> bool:
     return all(type(value) in ATOMS or isinstance(value, Tensor) for value in values)
-
-
-def _equal_is_same(value: Any, in_library: bool) -> bool:
-    """Whether what equals the value can only be the value, or for the code of a library might as well be."""
-    if in_library and (type(value) in ATOMS or type(value) is tuple):
-        return True
-    return isinstance(value, str) or type(value).__eq__ is object.__eq__
 
 
 leave_alone(globals())

@@ -100,6 +100,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "function": change(activation=nn.functional.sigmoid),
     "function that closes over it": lambda m: setattr(m, "activation", lambda x: m.head(x)),
     "new attribute": change(new=4),
+    "attribute under another name": lambda m: setattr(m, "other", vars(m).pop("name")) or setattr(m, "name", "new"),
+    "written and put back": lambda m: [setattr(m, "scale", scale) for scale in (3, m.scale)],
     "patched method": lambda m: setattr(m, "add", lambda: 3.0),
     "patched forward of a part": lambda m: setattr(m.fc, "forward", lambda x: x * 2),
     "class": change(__class__=ChangedClass),
@@ -116,6 +118,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parametrization": lambda m: parametrizations.weight_norm(m.fc),
     "hook": lambda m: m.fc.register_forward_hook(lambda mod, args, out: out * 5),
     "pre-hook": lambda m: m.fc.register_forward_pre_hook(lambda mod, args: (args[0] * 5,)),
+    "hook with keywords": lambda m: m.fc.register_forward_hook(
+        lambda mod, args, kwargs, out: out * 5 + len(kwargs), with_kwargs=True
+    ),
     "closure": lambda m: m.fc.register_forward_hook(lambda mod, args, out: out * m.head.weight.sum()),
     "another dict of hooks": replace_hooks,
     "other buffers": lambda m: [m.bn.register_buffer(name, None) for name in ("running_mean", "running_var")],

@@ -167,7 +167,8 @@ class _Thread:
         """End the thread, after the batch that it is loading."""
         self._is_over = True
         self._room.release()
-        self._thread.join(self._patience)
+        if self._thread.is_alive():  # else it was waited for: at the end of a program `join` does not work any more
+            self._thread.join(self._patience)
 
     def stop_soon(self) -> None:
         """End the thread, or give up if its batch takes longer than some seconds."""

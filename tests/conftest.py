@@ -28,5 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    leave_alone_what_stays()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        leave_alone_what_stays()
+
+
+def leave_alone_what_stays() -> None:
+    """What is imported stays, and so does what the compiler has made: tests that collect need not look at it again."""
     gc.collect()
-    gc.freeze()  # what is imported stays: many tests collect, and need not look at it each time
+    gc.freeze()

@@ -17,8 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
-import os, sys, types
+import gc, os, sys, types
 import torch, fdp
+gc.collect()
+gc.freeze()  # no program changes these pages by looking for garbage, so that they are not copied
 
 def serve():
     "In this process it returns at the end; in a fork with the folder of a program."

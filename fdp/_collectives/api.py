@@ -4,6 +4,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fdp._collectives.dispatch import on_tree
 from fdp._collectives.mean import mean
 from fdp._collectives.meeting import axis_of
@@ -86,7 +88,7 @@ def psum(tree: Tree, axis_name: str = "data") -> Tree:
         ValueError: Structures, shapes or dtypes differ.
         RuntimeError: Some slot calls another collective, or ends without calling one.
     """
-    return on_tree("psum", tree, axis_name, lambda ndims: Sum())
+    return on_tree("psum", tree, axis_name, lambda tensors: Sum())
 
 
 def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:
@@ -132,7 +134,7 @@ def pmax(tree: Tree, axis_name: str = "data") -> Tree:
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
     """
-    return on_tree("pmax", tree, axis_name, lambda ndims: Extreme("pmax"))
+    return on_tree("pmax", tree, axis_name, lambda tensors: Extreme("pmax"))
 
 
 def pmin(tree: Tree, axis_name: str = "data") -> Tree:
@@ -149,7 +151,7 @@ def pmin(tree: Tree, axis_name: str = "data") -> Tree:
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
     """
-    return on_tree("pmin", tree, axis_name, lambda ndims: Extreme("pmin"))
+    return on_tree("pmin", tree, axis_name, lambda tensors: Extreme("pmin"))
 
 
 def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool = False) -> Tree:
@@ -171,12 +173,12 @@ def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool
         NameError, ValueError, RuntimeError: As `psum` does.
     """
 
-    def gather(ndims: Sequence[int]) -> Gather:
-        if not stack and 0 in ndims:
+    def gather(tensors: Sequence[Tensor]) -> Gather:
+        if not stack and any(x.ndim == 0 for x in tensors):
             raise ValueError(
                 f"all_gather: dim {dim} is out of range for a tensor of 0 dimensions; pass stack=True to get a new one"
             )
-        return Gather(from_end(dim, [ndim + stack for ndim in ndims], "all_gather"), stack)
+        return Gather(from_end(dim, tensors, "all_gather", new=stack), stack)
 
     return on_tree("all_gather", tree, axis_name, gather, numbers=False)
 
@@ -199,7 +201,7 @@ def psum_scatter(tree: Tree, axis_name: str = "data", *, dim: int = 0) -> Tree:
         NameError, ValueError, RuntimeError: As `psum` does.
     """
     return on_tree(
-        "psum_scatter", tree, axis_name, lambda ndims: Scatter(from_end(dim, ndims, "psum_scatter")), numbers=False
+        "psum_scatter", tree, axis_name, lambda tensors: Scatter(from_end(dim, tensors, "psum_scatter")), numbers=False
     )
 
 
@@ -225,8 +227,8 @@ def all_to_all(tree: Tree, axis_name: str = "data", *, split_dim: int, concat_di
         NameError, ValueError, RuntimeError: As `psum` does.
     """
 
-    def exchange(ndims: Sequence[int]) -> Exchange:
-        return Exchange(from_end(split_dim, ndims, "all_to_all"), from_end(concat_dim, ndims, "all_to_all"))
+    def exchange(tensors: Sequence[Tensor]) -> Exchange:
+        return Exchange(from_end(split_dim, tensors, "all_to_all"), from_end(concat_dim, tensors, "all_to_all"))
 
     return on_tree("all_to_all", tree, axis_name, exchange, numbers=False)
 
@@ -263,4 +265,4 @@ def ppermute(tree: Tree, perm: Sequence[tuple[int, int]], axis_name: str = "data
         raise ValueError(f"ppermute: {pairs} has a slot twice on one side; each sends and receives at most once")
     if not all(0 <= i < count for i in sources + targets):
         raise ValueError(f"ppermute: {pairs} names slots that there are not; there are {count}")
-    return on_tree("ppermute", tree, axis_name, lambda ndims: Permute(pairs), numbers=False)
+    return on_tree("ppermute", tree, axis_name, lambda tensors: Permute(pairs), numbers=False)

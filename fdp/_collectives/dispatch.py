@@ -17,20 +17,21 @@ from fdp._trees.types import Tree
 
 
 def on_tree(
-    where: str, tree: Tree, axis_name: str, make: Callable[[Sequence[int]], Operation], *, numbers: bool = True
+    where: str, tree: Tree, axis_name: str, make: Callable[[Sequence[Tensor]], Operation], *, numbers: bool = True
 ) -> Tree:
     """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
     axis = axis_of(where, axis_name)
     flat = flatten(tree, "tree", where=where)
-    are_tensors = [isinstance(leaf, Tensor) for leaf in flat.leaves]
+    is_tensor = {kind: issubclass(kind, Tensor) for kind in set(map(type, flat.leaves))}
+    are_tensors = [is_tensor[kind] for kind in map(type, flat.leaves)]
     tensors = flat.leaves if all(are_tensors) else [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     plain = () if all(are_tensors) else [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
     if not all(isinstance(leaf, int | float) and numbers for leaf in plain):
         raise _not_exchanged(where, flat, numbers)
-    operation = make([tensor.ndim for tensor in tensors])
+    operation = make(tensors)
     operation.name = where
     same = flat.structure, are_tensors, operation.options()
-    found = _exchange(axis, operation, operation.given(tensors), same)
+    found = _exchange(axis, operation, tensors, same)
     if plain:
         each, rest = iter(found), iter(_of_numbers(axis, where, plain, same))
         found = [next(each) if is_tensor else next(rest) for is_tensor in are_tensors]

@@ -31,14 +31,14 @@ def mean(tree: Tree, axis_name: str, count: int, weight: Any) -> Tree:
     whole: Any = count
     if weight is not None:
         weight = _checked(weight, [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)])
-        whole = on_tree(WEIGHT, weight, axis_name, lambda ndims: Sum())
+        whole = on_tree(WEIGHT, weight, axis_name, lambda tensors: Sum())
         if _value(whole) == 0:
             raise ValueError("pmean: all weights are 0, and the mean over nothing is not defined")
         if isinstance(whole, float):  # 1e-60 is 0 in float32; scaled by a power of two, which is exact, it is not
             exponent = math.frexp(whole)[1]
             weight, whole = math.ldexp(weight, -exponent), math.ldexp(whole, -exponent)
         leaves = [_share(leaf, weight) for leaf in leaves]
-    sums = flatten(on_tree("pmean", unflatten(flat.structure, leaves), axis_name, lambda ndims: Sum()), "tree").leaves
+    sums = flatten(on_tree("pmean", unflatten(flat.structure, leaves), axis_name, lambda tensors: Sum()), "tree").leaves
     pairs = zip(flat.leaves, sums, strict=True)
     means = [(x / whole).to(leaf.dtype) if isinstance(leaf, Tensor) else x / float(whole) for leaf, x in pairs]
     return unflatten(flat.structure, means)

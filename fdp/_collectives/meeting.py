@@ -2,9 +2,10 @@
 
 What holds at any time:
 
-- Every slot comes with tensors, without their graph and packed where they are small. Slot 0 alone computes, in its
-  thread, when all are there (`_Exchange`); the others wait in `Rendezvous.meet` meanwhile.
-- Under torch.func from outside tensors keep their graph and are not packed: the graph of all slots is one then.
+- Every slot comes with tensors. Slot 0 alone computes, in its thread, when all are there (`_Exchange`); the others wait
+  in `Rendezvous.meet` meanwhile.
+- It computes without their graphs, and packs them where they are small. Under torch.func from outside they keep their
+  graph and are not packed: the graph of all slots is one then.
 - No memory of a result is that of another slot's, nor of what a slot has brought. So slots may write to what they get.
 - Sums are made in slot order, one slot after the other, packed or not: the same bits in each run.
 - What is left out of a gradient is decided for all slots and processes from the same marks, so that all come to the
@@ -14,6 +15,7 @@ What holds at any time:
 that errors of torch's arise like any other: in slot 0, as they are, and in the others as what they waited for.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fdp._collectives.anchors import are_from_outside
-from fdp._collectives.operations import Operation
-from fdp._collectives.packing import layout_of, packed, unpacked
+from fdp._collectives.operations import Kinds, Operation
+from fdp._collectives.packing import Layout, layout_of
 from fdp._collectives.rendezvous import Rendezvous, Signature
 from fdp._execution.restart import Together
 from fdp._placement.moves import copy
@@ -83,29 +85,27 @@ def meet(
     """Exchange the tensors of all slots; those that are not `given` are zeros that only stand for nothing."""
     if index == 0:
         report_collective(operation.name, tensors)
-    is_joint = rendezvous.settings.joint
-    layout = None if is_joint or not operation.elementwise else layout_of(tensors)
-    sent = tensors if layout is None else packed(tensors, layout)
     brought = _Brought(
         operation,
-        sent if is_joint or depth() > 0 else [x.detach() for x in sent],
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        tensors,
+        torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)),
         are_from_outside(tensors),
         [True] * len(tensors) if given is None else given,
     )
-    kinds = [part for i, x in enumerate(tensors) for part in operation.kind(x, i)]  # in one list: few objects
-    exchange = _Exchange(rendezvous, (key, kinds, operation.options()), partial(_said, operation, tensors, same))
+    kinds = operation.kinds(tensors)
+    exchange = _Exchange(rendezvous, key, kinds, partial(_said, operation, tensors, same))
     what = Signature(operation.name, (same, kinds), exchange.say)
     if given is None:
-        met = rendezvous.meet(index, key, what, brought, exchange.forward)
-    else:
-        met = rendezvous.meet(index, key, what._replace(advice=_IN_A_GRADIENT), brought, exchange.gradient)
-    return met if layout is None or not met.found else met._replace(found=unpacked(met.found, tensors, layout))
+        return rendezvous.meet(index, key, what, brought, exchange.forward)
+    return rendezvous.meet(index, key, what._replace(advice=_IN_A_GRADIENT), brought, exchange.gradient)
 
 
 def _said(operation: Operation, tensors: Sequence[Tensor], same: Any) -> str:
     each = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors]
     return f"{said_of(same, each)}\n{operation.options()}"
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class _Brought(NamedTuple):
@@ -119,10 +119,11 @@ class _Brought(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """What slot 0 does for all, when all are there; `same` is what other processes must have too."""
+    """What slot 0 does for all, when all are there; other processes come under the same key, with the same kinds."""
 
     rendezvous: Rendezvous
-    same: Any
+    key: Any
+    kinds: Kinds
     say: Callable[[], str]
 
     def forward(self, brought: Sequence[_Brought]) -> list["Met"]:
@@ -153,8 +154,9 @@ class _Exchange(NamedTuple):
     def _agreed(self, brought: Sequence[_Brought]) -> tuple[bool, bool]:
         """Whether some slot needs a gradient, and whether all tensors are given: in all processes."""
         own = any(each.needs for each in brought), all(all(each.given) for each in brought)
-        settings, name = self.rendezvous.settings, brought[0].operation.name
-        table = settings.peers.agree(name, self.same, self.say, own, joint=settings.joint)
+        settings, operation = self.rendezvous.settings, brought[0].operation
+        same = self.key, self.kinds, operation.options()
+        table = settings.peers.agree(operation.name, same, self.say, own, joint=settings.joint)
         return any(row[0] for row in table), all(row[1] for row in table)
 
     def _is_from_outside(self, brought: Sequence[_Brought]) -> bool:
@@ -166,9 +168,16 @@ class _Exchange(NamedTuple):
 
     def _dealt(self, brought: Sequence[_Brought]) -> list[list[Tensor]]:
         """The results, each on the device of its slot, and each in memory of its own: slots may write to theirs."""
-        operation = brought[0].operation
+        operation, rows = brought[0].operation, [each.tensors for each in brought]
         devices, names = [slot.device for slot in self.rendezvous.slots], _Leaves(operation.name)
-        columns = list(zip(*(each.tensors for each in brought), strict=True))
+        is_graph_kept = self.rendezvous.settings.joint or depth() > 0
+        packs = operation.elementwise and not is_graph_kept
+        layout = layout_of(self.kinds.shapes, self.kinds.dtypes, rows) if packs else None
+        if layout is not None:
+            rows = [_packed(layout, row, device, names) for row, device in zip(rows, devices, strict=True)]
+        if not is_graph_kept:
+            rows = [[x.detach() for x in row] for row in rows]
+        columns = list(zip(*rows, strict=True))
         moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(columns)]
         results: list[list[Tensor]] = [[] for _ in brought]
         for leaf, made in enumerate(self.rendezvous.settings.peers.combine(operation, moved)):
@@ -178,7 +187,15 @@ class _Exchange(NamedTuple):
                 seen.add(id(x))
         for other in brought[1:]:
             vars(other.operation).update(vars(operation))  # the sizes that it has seen
-        return results
+        return results if layout is None else [layout.unpacked(each) for each in results]
+
+
+def _packed(layout: Layout, tensors: Sequence[Tensor], device: torch.device, names: "_Leaves") -> list[Tensor]:
+    """What a slot has brought, in buffers on one device."""
+    if len({x.device for x in tensors}) > 1:
+        tensors = [copy(x, device, names, i) for i, x in enumerate(tensors)]
+    with torch.no_grad():
+        return layout.packed(tensors)
 
 
 def _reached(

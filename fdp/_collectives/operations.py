@@ -5,8 +5,9 @@ hold under `vmap`, which adds a dimension in front.
 """
 
 import abc
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from fdp._placement.moves import concat, total
 from fdp._placement.partition import balanced
 
 Sizes = tuple[int, ...]
+
+
+class Kinds(NamedTuple):
+    """Of tensors, what has to be the same on all slots: in two lists, which are quickly made and compared."""
+
+    shapes: list[Any]
+    dtypes: list[torch.dtype]
+
+
+_SHAPE = operator.attrgetter("shape")
 
 
 class Operation(abc.ABC):
@@ -27,13 +38,10 @@ class Operation(abc.ABC):
         """What has to be the same on all slots, besides the tensors: as arguments are written."""
         return ""
 
-    def given(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What it is applied to."""
-        return tensors
-
-    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
-        """What of a tensor has to be the same on all slots, its dtype last."""
-        return *x.shape, x.dtype
+    def kinds(self, tensors: Sequence[Tensor]) -> Kinds:
+        """What of the tensors has to be the same on all slots."""
+        one: dict[Any, Any] = {}  # of each shape: the garbage collector looks at all that there are
+        return Kinds([one.setdefault(s, s) for s in map(_SHAPE, tensors)], [x.dtype for x in tensors])
 
     @abc.abstractmethod
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
@@ -55,14 +63,16 @@ class Sum(Operation):
     name = "psum"
     elementwise = True
 
-    def given(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [x.to(torch.int64) if x.dtype is torch.bool else x for x in tensors]  # bools are counted
-
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        return [_reduced(self.name, total, xs)] * len(xs)
+        return [_reduced(self.name, total, counted(xs))] * len(xs)
 
     def transpose(self) -> Operation:
         return Sum()
+
+
+def counted(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What is summed: bools are counted."""
+    return [x.to(torch.int64) for x in xs] if xs[0].dtype is torch.bool else xs
 
 
 class Extreme(Operation):
@@ -95,11 +105,9 @@ class Gather(Operation):
     def options(self) -> str:
         return f"dim={_each(self.dims)}, stack={self.stack}"
 
-    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
-        shape = list(x.shape)
-        if not self.stack:
-            shape[self.dims[leaf]] = -1
-        return *shape, x.dtype
+    def kinds(self, tensors: Sequence[Tensor]) -> Kinds:
+        kinds = super().kinds(tensors)
+        return kinds if self.stack else kinds._replace(shapes=_but(self.dims, tensors))
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         dim = self.dims[leaf]
@@ -145,10 +153,9 @@ class Exchange(Operation):
     def options(self) -> str:
         return f"split_dim={_each(self.split)}, concat_dim={_each(self.join)}"
 
-    def kind(self, x: Tensor, leaf: int) -> tuple[Any, ...]:
-        shape = list(x.shape)
-        shape[self.join[leaf]] = -1
-        return (*shape, x.dtype) if self.sizes is None else (x.ndim, x.dtype)
+    def kinds(self, tensors: Sequence[Tensor]) -> Kinds:
+        shapes = _but(self.join, tensors) if self.sizes is None else [x.ndim for x in tensors]
+        return super().kinds(tensors)._replace(shapes=shapes)
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         split, join, n, xs = self.split[leaf], self.join[leaf], len(xs), list(xs)
@@ -186,6 +193,14 @@ class Permute(Operation):
         return [i in sources and given[sources[i]] for i in range(len(given))]
 
 
+def _but(dims: Sequence[int], tensors: Sequence[Tensor]) -> list[Any]:
+    """The shapes of tensors, which may differ in one dim each."""
+    shapes = [list(x.shape) for x in tensors]
+    for shape, dim in zip(shapes, dims, strict=True):
+        shape[dim] = -1
+    return shapes
+
+
 def _each(dims: Sequence[int]) -> str:
     return str(dims[0]) if len(set(dims)) == 1 else str(list(dims))
 
@@ -199,8 +214,9 @@ def _reduced(name: str, reduce: Callable[[Sequence[Tensor]], Tensor], xs: Sequen
         ) from error
 
 
-def from_end(dim: int, ndims: Sequence[int], name: str) -> list[int]:
-    """A dim for each tensor, counted from the end."""
+def from_end(dim: int, tensors: Sequence[Tensor], name: str, *, new: bool = False) -> list[int]:
+    """A dim for each tensor, counted from the end; `new`: it is added to those that there are."""
+    ndims = [x.ndim + new for x in tensors]
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}: a dim must be an int, got {dim!r}")
     if any(not -ndim <= dim < ndim for ndim in ndims):

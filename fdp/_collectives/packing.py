@@ -1,47 +1,113 @@
-"""Many small tensors as one."""
+"""Many small tensors as one.
 
-from collections.abc import Sequence
-from typing import Any
+Tensors that differ in their first dim only are one along it, and one dtype is one buffer in the end. So the tensors of
+a tree are joined and taken apart by few calls of torch, and Python sees each of them hardly at all.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdp._trees import torch_private
-
 _SMALL = 2**16  # bytes
+_KEPT = 32  # of how many trees the layouts are kept
 
 
-def layout_of(tensors: Sequence[Tensor]) -> list[list[int]] | None:
-    """Which small tensors travel as one: groups of the same dtype and device. None if there are none."""
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(tensors):
-        if x.layout is torch.strided and x.nbytes < _SMALL:
-            groups.setdefault((x.dtype, x.device), []).append(i)
-        else:
-            groups[i] = [i]
-    return None if len(groups) == len(tensors) else list(groups.values())
+class Part(NamedTuple):
+    """Places of tensors that differ in their first dim only: its sizes, and the dims behind; None if they have none."""
+
+    places: list[int]
+    sizes: list[int]
+    tail: tuple[int, ...] | None
+
+    def numel(self) -> int:
+        """How many elements they have."""
+        return sum(self.sizes) * math.prod(self.tail or ())
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Its tensors as one."""
+        if len(self.places) == 1:
+            return tensors[self.places[0]].reshape(-1)
+        own = operator.itemgetter(*self.places)(tensors)
+        return (torch.stack(own) if self.tail is None else torch.cat(own)).reshape(-1)
+
+    def parted(self, x: Tensor) -> Sequence[Tensor]:
+        """Inverse of `joined`; each has a version of its own."""
+        if self.tail is None:
+            return [each.data for each in x.unbind()]
+        x = x.view(sum(self.sizes), *self.tail)
+        return [x.data] if len(self.sizes) == 1 else torch.unsafe_split_with_sizes(x, self.sizes)
 
 
-def packed(tensors: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
-    """One tensor for each group."""
-    return [
-        tensors[group[0]] if len(group) == 1 else torch_private.flatten_dense_tensors([tensors[i] for i in group])
-        for group in layout
-    ]
+class Layout(NamedTuple):
+    """Which tensors travel as one. What is alone in its buffer travels as it is.
 
-
-def unpacked(packed: Sequence[Tensor], like: Sequence[Tensor], layout: list[list[int]]) -> list[Tensor]:
-    """Inverse of `packed`; the tensors are shaped as those that they are `like`.
-
-    Each has a version of its own, so that a write to one is none to the others: `unsafe_split_with_sizes` and `.data`
-    make no views of what they are given.
+    Each tensor that was unpacked has a version of its own, so that a write to one is none to the others:
+    `unsafe_split_with_sizes` and `.data` make no views of what they are given.
     """
-    found: list[Any] = [None] * len(like)
-    for group, x in zip(layout, packed, strict=True):
-        if len(group) == 1:
-            found[group[0]] = x
+
+    buffers: list[list[Part]]
+    order: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # those of all parts, as they were
+
+    def packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor for each buffer, in memory of its own if several are in it."""
+        return [self._buffer(parts, tensors) for parts in self.buffers]
+
+    def _buffer(self, parts: list[Part], tensors: Sequence[Tensor]) -> Tensor:
+        if _is_alone(parts):
+            return tensors[parts[0].places[0]]
+        return parts[0].joined(tensors) if len(parts) == 1 else torch.cat([part.joined(tensors) for part in parts])
+
+    def unpacked(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Inverse of `packed`."""
+        found: list[Tensor] = []
+        for parts, x in zip(self.buffers, buffers, strict=True):
+            if _is_alone(parts):
+                found.append(x)
+                continue
+            pieces = [x] if len(parts) == 1 else torch.unsafe_split_with_sizes(x, [part.numel() for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                found += part.parted(piece)
+        return list(self.order(found))
+
+
+def _is_alone(parts: list[Part]) -> bool:
+    return len(parts) == 1 and len(parts[0].places) == 1
+
+
+def layout_of(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], rows: Sequence[Sequence[Tensor]]
+) -> Layout | None:
+    """How tensors of these shapes and dtypes travel, of which each slot has a row; None if each is by itself."""
+    if len(shapes) == 1:
+        return None
+    if {x.layout for tensors in rows for x in tensors} == {torch.strided}:
+        return _layout_of(tuple(shapes), tuple(dtypes), ())
+    columns = enumerate(zip(*rows, strict=True))
+    loose = tuple(i for i, xs in columns if any(x.layout is not torch.strided for x in xs))
+    return _layout_of(tuple(shapes), tuple(dtypes), loose)
+
+
+@functools.lru_cache(_KEPT)
+def _layout_of(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], loose: tuple[int, ...]
+) -> Layout | None:
+    groups: dict[torch.dtype, dict[tuple[int, ...] | None, Part]] = {}
+    buffers: list[list[Part]] = []
+    for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        size, tail = (shape[0], tuple(shape[1:])) if shape else (1, None)
+        if i in loose or math.prod(shape) * dtype.itemsize >= _SMALL:
+            buffers.append([Part([i], [size], tail)])
             continue
-        parts = torch.unsafe_split_with_sizes(x, [like[i].numel() for i in group])
-        for i, part in zip(group, parts, strict=True):
-            found[i] = part if like[i].ndim == 1 else part.view(like[i].shape).data
-    return found
+        part = groups.setdefault(dtype, {}).setdefault(tail, Part([], [], tail))
+        part.places.append(i)
+        part.sizes.append(size)
+    buffers += [list(parts.values()) for parts in groups.values()]
+    if len(buffers) == len(shapes):
+        return None
+    places = [i for parts in buffers for part in parts for i in part.places]
+    return Layout(buffers, operator.itemgetter(*sorted(range(len(places)), key=places.__getitem__)))

@@ -59,6 +59,8 @@ def _meeting(ctx: Any, number: Any, found: Sequence[Tensor]) -> Meeting | None:
 
 def _some(found: Sequence[Tensor], reached: Sequence[bool]) -> list[Grad]:
     """The results, None where they are made of nothing: 0 has no part in a product with what is infinite."""
+    if found and all(reached):
+        return list(found)
     return [found[i] if is_reached else None for i, is_reached in enumerate(reached)]
 
 

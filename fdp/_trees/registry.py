@@ -76,7 +76,7 @@ def flattened(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
     if type(tree) is torch.Tensor and not torch.compiler.is_compiling():  # which has structures of its own
         return [tree], _LEAF
     leaves, structure = by_optree(tree, name)
-    unknown = {type(leaf) for leaf in leaves} - PLAIN_LEAVES
+    unknown = set(map(type, leaves)) - PLAIN_LEAVES
     if not unknown:
         return leaves, structure
     register_nodes(tree, name)

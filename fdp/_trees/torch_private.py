@@ -159,7 +159,6 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 foreach_add = _use("torch._foreach_add", "small gradients are added up in one call")
-flatten_dense_tensors = _use("torch._utils._flatten_dense_tensors", "small tensors as one")
 pytree = _use("torch.utils._pytree", "types that are registered with torch only")
 TensorBase = _use("torch._C.TensorBase", "explain refuses what takes a tensor's data away")
 

@@ -116,9 +116,17 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 def tensors_in(tree: Tree, *, is_new: bool = False) -> list[torch.Tensor]:
     """All tensors of a tree; `is_new`: types in it may not have been met yet."""
-    if is_new:
+    leaves = by_optree(tree, by=optree.tree_leaves)
+    kinds = set(map(type, leaves))
+    if is_new and not kinds <= PLAIN_LEAVES:
         register_nodes(tree)
-    return [leaf for leaf in by_optree(tree, by=optree.tree_leaves) if isinstance(leaf, torch.Tensor)]
+        leaves = by_optree(tree, by=optree.tree_leaves)
+    elif kinds <= _TENSORS:
+        return leaves
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+_TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
 def is_array(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fdp._collectives.operations import Extreme, Operation, Sum
+from fdp._collectives.operations import Extreme, Operation, Sum, counted
 from fdp._placement.moves import accumulator, total
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._communicator import Communicator
@@ -19,6 +19,7 @@ def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], ac
     across.has_met = True
     comm, name = across.session.comm, operation.name
     if isinstance(operation, Sum):
+        columns = [counted(xs) for xs in columns]
         # Half precision is added up in float32, and rounded once.
         summed = comm.sums([total([x.to(accumulator(x.dtype)) for x in xs]) for xs in columns], name)
         return [[x.to(xs[0].dtype)] * len(xs) for x, xs in zip(summed, columns, strict=True)]

@@ -124,6 +124,26 @@ def test_transfers_name_what_is_exchanged():
     assert sum(transfer.nbytes for transfer in log) == 2 * batch[0].nbytes
 
 
+@pytest.mark.parametrize("strays", [set[int](), {0}, {1}, {0, 1}], ids=str)
+def test_small_tensors_travel_as_one_wherever_they_are(strays: set[int]):
+    """One buffer of a dtype goes to the first slot, and one back; what a slot has elsewhere comes to it first."""
+
+    def fn(i: int) -> Any:
+        tree = {"a": numbers(2, 3), "b": numbers(4), "c": numbers(3, 2), "d": numbers(5)}
+        return fdp.psum({key: x if key == "b" and i in strays else x.to(DEVICES[i]) for key, x in tree.items()})
+
+    numbered = fdp.Sharded((0, 1), tuple(DEVICES[:2]))
+    with fdp.transfers() as log:
+        found: Any = fdp.parallel_apply(fn, numbered)
+    whole = {"a": 2 * numbers(2, 3), "b": 2 * numbers(4), "c": 2 * numbers(3, 2), "d": 2 * numbers(5)}
+    for i, shard in enumerate(found.shards):
+        assert {leaf.device for leaf in tree_leaves(shard)} == {DEVICES[i]}
+        assert_close_tree(on_cpu(shard), whole)
+    between = [each for each in log if each.source.type == "virtual"]
+    assert [each.nbytes for each in between] == [21 * 8] * 2
+    assert len(log) == 2 + len(strays)
+
+
 def test_a_collective_that_only_a_later_microbatch_calls():
     def loss(w: Tensor, x: Tensor) -> Tensor:
         value = (w * x).mean()

@@ -47,7 +47,7 @@ def why_not_together() -> str | None:
 
     They take turns where that matters, so that forward mode and profilers are no obstacle.
     """
-    if any(not isinstance(mode, torch_private.DeviceContext | Carried) for mode in _function_modes()):
+    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in _function_modes()):
         return "a mode for torch functions that is active here"
     if torch_private.len_torch_dispatch_stack() > (_fake_mode() is not None):
         return "a dispatch mode that is active here"

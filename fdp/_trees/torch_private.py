@@ -6,6 +6,7 @@ with a message that says which, and what it was for.
 
 import importlib
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,8 +110,15 @@ saved_tensors_hooks_get_disabled_error_message = _use(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _STATE
 )
 profiler_enabled = _use("torch._C._autograd._profiler_enabled", "are ranges wanted?")
-DeviceContext = _use("torch.utils._device.DeviceContext", "the default device")
+USED.append(Private("torch.utils._device.DeviceContext", "the default device", SEEN))  # torch imports it late
 get_tracing_state = _use("torch._C._get_tracing_state", "does torch.jit trace?")
+
+
+def is_default_device(mode: Any) -> bool:
+    """Whether a mode is the one of the default device."""
+    module = sys.modules.get("torch.utils._device")
+    return module is not None and isinstance(mode, module.DeviceContext)
+
 
 # Autograd
 

@@ -137,6 +137,16 @@ def run(**settings: object) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+def test_import_brings_nothing_of_torch_that_torch_has_not_imported():
+    """What torch imports late is slow, and may need what is not installed."""
+    program = (
+        "import sys, torch; before = set(sys.modules); import fdp\n"
+        "print(sorted(x for x in set(sys.modules) - before if x.split('.')[0] not in ('fdp', 'optree')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_without_numpy():
     """Torch does not depend on it; its `all_gather_object` does."""
     run(missing=["numpy"], lacking=[], processes=sys.platform == "linux")

@@ -36,7 +36,7 @@ class Skeleton:
         self._tensors = walk.tensors
         self._place(module)
         self.reset()
-        boxes = [*(box for box in walk.registries if box.seen), *walk.containers]
+        boxes = [*walk.states, *(box for box in walk.registries if box.seen), *walk.containers]
         self._parts = [*self._clones, *(box.own for box in boxes)]
         del walk, boxes
         self._counts = list(map(sys.getrefcount, self._parts))

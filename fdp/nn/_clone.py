@@ -95,7 +95,7 @@ class Walk:
         self.modules.append((module, clone))
         seen = vars(module).copy()
         idle = seen.copy()
-        self.states.append(Box(vars(module), seen, clone, idle, path))
+        self.states.append(Box(vars(module), seen, vars(clone), idle, path))
         for key, value in seen.items():
             idle[key] = self._clone_attribute(module, key, value, path)
         vars(clone).update(idle)

@@ -124,7 +124,7 @@ def _apply_clone(
         written = skeleton.slots.renormalised()
         skeleton.slots.bind(_with_copies(params, buffers, written) if buffers or written else params)
         out = skeleton.root(*args, **kwargs)
-        new_buffers = skeleton.slots.bound(buffers)
+        new_buffers = skeleton.slots.bound(buffers) if buffers else {}
         held = is_held(skeleton)
         if versions:
             _check_versions(versions, skeleton.versions())
@@ -190,6 +190,8 @@ def _as_state(state: Any) -> State:
 
 
 def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expected_buffers: Any) -> None:
+    if [*params, *buffers] == [*expected_params, *expected_buffers] and len(params) == len(expected_params):
+        return  # in the usual order
     if params.keys() == expected_params.keys() and buffers.keys() == expected_buffers.keys():
         return
     problems = []

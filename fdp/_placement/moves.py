@@ -125,10 +125,10 @@ def is_ours(held: list[torch.Tensor]) -> bool:
 
 
 def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
-    """How many refer to a tensor in Python, in C++, to its memory, and to the tensor that it is a view of."""
+    """How many refer to a tensor in Python, in C++, the same of its memory, and of the tensor that it is a view of."""
     tensor, base = held[0], torch_private.base(held[0])
-    memory = torch_private.storage_use_count(tensor)
-    found = sys.getrefcount(tensor), torch_private.use_count(tensor), memory
+    memory = sys.getrefcount(tensor.untyped_storage()), torch_private.storage_use_count(tensor)
+    found = sys.getrefcount(tensor), torch_private.use_count(tensor), *memory
     return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
 
 

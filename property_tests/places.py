@@ -11,8 +11,8 @@ import torch
 
 import fdp
 from fdp.testing import install_virtual_accelerator
-from fdp.testing._virtual_tensor import VirtualTensor
 from tests.common.containers import mapped
+from tests.common.virtual import VirtualTensor
 
 ACCELERATOR = os.environ.get("ACCELERATOR", "")
 if ACCELERATOR not in ("", "virtual"):

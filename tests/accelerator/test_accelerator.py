@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fdp.testing import install_virtual_accelerator
-from fdp.testing._virtual_tensor import Copied, record_copies
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
+from tests.common.virtual import Copied, record_copies
 
 ONE, TWO = torch.device("virtual:1"), torch.device("virtual:2")
 core: Any = torch

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fdp
-from fdp.testing._virtual_tensor import record_copies
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
+from tests.common.virtual import record_copies
 
 DEVICES = [torch.device("virtual", i) for i in range(4)]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])

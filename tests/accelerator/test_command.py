@@ -1,5 +1,6 @@
 """`python -m fdp` with several accelerators: copies between every two of them, and functions across them."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,9 +8,16 @@ import pytest
 import torch
 
 import fdp
-from fdp._command import _balance, _copies, run
+from fdp.__main__ import main
+from fdp._command import _balance, _copies
 
 DEVICES = fdp.available_devices()
+
+
+def command(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fdp", *arguments])
+        return main()
 
 
 def test_every_pair_is_tried():
@@ -36,8 +44,10 @@ def test_one_wrong_element_between_one_pair_is_found():
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(_balance, "_LARGE_SIDE", 64)
-    assert run(["doctor", "--devices", "0,virtual:2"], fdp.__version__) == 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert command("doctor", "--devices", "0,virtual:2") == 0
     out = capsys.readouterr().out
+    assert re.search(r"^warning +threads +.*\n +-> more threads than cores slow torch down", out, re.MULTILINE)
     assert "2 slots on virtual:0, virtual:2" in out
     assert "contents arrive between all 6 pairs" in out
 
@@ -62,6 +72,6 @@ def test_check_of_functions_across_devices(
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "across_devices.py").write_text(MODULE)
     where, devices = f"{tmp_path}/across_devices.py", ["--devices", "0,virtual:2"]
-    assert run(["check", f"{where}:predict", *devices], fdp.__version__) == 0
-    assert run(["check", f"{where}:stays", *devices], fdp.__version__) == 1
+    assert command("check", f"{where}:predict", *devices) == 0
+    assert command("check", f"{where}:stays", *devices) == 1
     assert "but on virtual:0, virtual:2, executor 'auto', there was a RuntimeError" in capsys.readouterr().out

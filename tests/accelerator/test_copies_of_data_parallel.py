@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from fdp.testing._virtual_tensor import Copied, record_copies
 from tests.accelerator.beside_torch import (
     CASES,
     CPU,
@@ -34,6 +33,7 @@ from tests.accelerator.beside_torch import (
 from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
+from tests.common.virtual import Copied, record_copies
 
 
 @pytest.fixture(autouse=True)

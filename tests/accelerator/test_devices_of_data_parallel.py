@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import fdp
-from fdp.testing._virtual_tensor import record_copies
 from tests.accelerator.beside_torch import (
     CASES,
     CPU,
@@ -36,6 +35,7 @@ from tests.common.containers import Point
 from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
+from tests.common.virtual import record_copies
 
 
 @pytest.fixture(autouse=True)

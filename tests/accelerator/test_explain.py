@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fdp
-from fdp.testing._virtual_tensor import record_copies
 from property_tests.strategies import batches, parameters, row_counts, weights
 from tests.common.containers import Point
 from tests.common.numbers import numbers
+from tests.common.virtual import record_copies
 
 CPU, *VIRTUAL = [torch.device("cpu"), *(torch.device("virtual", i) for i in range(4))]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import fdp
-from fdp.testing._virtual_tensor import Copied, record_copies
 from tests.common.comparing import assert_close_tree
 from tests.common.containers import tensors_of
 from tests.common.numbers import numbers
+from tests.common.virtual import Copied, record_copies
 
 EXECUTORS = ("sequential", "threads")
 DEVICES = [torch.device("virtual", i) for i in range(4)]

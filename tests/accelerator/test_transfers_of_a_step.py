@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fdp
-from fdp.testing._virtual_tensor import record_copies
 from tests.common.numbers import numbers
+from tests.common.virtual import record_copies
 
 DEVICES = [torch.device("virtual", i) for i in range(4)]
 CPU = torch.device("cpu")

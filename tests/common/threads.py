@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import fdp
+
 
 @contextlib.contextmanager
 def many_cores(count: int = 4) -> Iterator[None]:
@@ -33,6 +35,20 @@ def side_by_side(count: int = 4) -> Iterator[None]:
             yield
     finally:
         sys.setswitchinterval(before)
+
+
+def has_all_cores() -> bool:
+    """Whether a call gets as many threads as there are cores: no call before it has left one reserved."""
+    meeting = threading.Barrier(4)
+
+    def meet(_: object, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(10)
+        return x
+
+    with many_cores(4):
+        fdp.dp_apply(meet, None, torch.arange(4), fdp.virtual_devices(4), executor="threads")
+    return not meeting.broken
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:

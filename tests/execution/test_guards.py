@@ -1,5 +1,6 @@
 """What torch keeps for the whole process, used from shards that run side by side."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,6 @@ from torch.func import grad, hessian, jacfwd, jvp
 from torch.nn.utils import parametrizations
 
 import fdp
-from fdp._execution import patches
 from tests.common.programs import run_program
 from tests.common.threads import side_by_side
 
@@ -208,6 +208,23 @@ def test_forward_mode_in_several_callers():
     assert wrong == []
 
 
+def is_forward_mode() -> bool:
+    """Where it is under way a count that is a float tensor is refused."""
+    loss = fdp.value_and_grad(
+        lambda w, x: f(w, x).mean(), devices=fdp.virtual_devices(2), count=lambda w, x: torch.tensor(float(len(x)))
+    )
+    with contextlib.suppress(ValueError):
+        loss(X[0], X)
+        return False
+    return True
+
+
+def test_a_float_count_shows_forward_mode():
+    assert not is_forward_mode()
+    with forward_ad.dual_level():
+        assert is_forward_mode()
+
+
 def test_forward_mode_in_a_shard_elsewhere_does_not_matter_here():
     inside, go = threading.Event(), threading.Event()
 
@@ -222,11 +239,7 @@ def test_forward_mode_in_a_shard_elsewhere_does_not_matter_here():
     assert inside.wait(30)
     try:
         assert forward_ad._current_level == 0
-        assert not patches.is_forward_mode()
-        loss = fdp.value_and_grad(
-            lambda w, x: f(w, x).mean(), devices=fdp.virtual_devices(2), count=lambda w, x: torch.tensor(float(len(x)))
-        )
-        loss(X[0], X)  # a float count is refused where forward mode is under way
+        assert not is_forward_mode()
     finally:
         go.set()
         thread.join()
@@ -257,7 +270,7 @@ def test_forward_mode_that_fails_leaves_nothing(name: str):
         with pytest.raises(ValueError, match="inside"):
             threads(fn, X[0], X)
     assert forward_ad._current_level == -1
-    assert not patches.is_forward_mode()
+    assert not is_forward_mode()
     torch.testing.assert_close(threads(FORWARD[name], X[0], X), torch.cat([FORWARD[name](X[0], p) for p in X.split(2)]))
 
 

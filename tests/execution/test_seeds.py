@@ -6,6 +6,7 @@ All rows are the same: slots differ in what they draw.
 import contextlib
 import functools
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,6 @@ from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Normal, 
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp._execution.random import KeptGenerators, OwnGenerators
-from fdp._placement.slot import EXCLUSIVE
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.depth import few
 from tests.common.functions import anew
@@ -264,30 +263,29 @@ def test_only_ints_are_folded_in(data: Any):
         fdp.fold_in(0, data)
 
 
-def test_states_are_taken_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_states_are_taken_one_at_a_time():
     """Two threads inside of torch's `get_state` can wait for each other for ever, if garbage is collected there."""
-    held: list[bool] = []
+    inside, crowds, started = set[int](), list[int](), threading.Barrier(4)
 
-    class Watched:
-        def get_state(self) -> torch.Tensor:
-            held.append(EXCLUSIVE.lock._is_owned())  # pyright: ignore[reportAttributeAccessIssue]
-            return torch.zeros(1)
+    def look(_: Any, event: str, builtin: Any) -> None:
+        if event.startswith("c_") and getattr(builtin, "__name__", "") in ("get_state", "set_state", "manual_seed"):
+            if event == "c_call":
+                inside.add(threading.get_ident())
+                crowds.append(len(inside))
+                time.sleep(0.001)  # others come in, where they can
+            else:
+                inside.discard(threading.get_ident())
 
-        def set_state(self, state: torch.Tensor) -> None:
-            self.get_state()
+    def caller(kind: Any) -> None:
+        started.wait(30)
+        sys.setprofile(look)
+        CALLS["dp_apply"](kind(torch.rand_like), seed=SEED, executor="sequential")
 
-        def manual_seed(self, seed: int) -> "Watched":
-            self.get_state()
-            return self
-
-    monkeypatch.setattr(torch, "default_generator", Watched())
-    for kind in (lambda: OwnGenerators(0, torch.device("cpu")), lambda: KeptGenerators(torch.device("cpu"))):
-        generators = kind()
-        for _ in range(2):
-            generators.resume()
-            generators.pause()
-    assert len(held) >= 8
-    assert all(held)
+    threads = [threading.Thread(target=caller, args=[kind]) for kind in (plain, meeting) * 2]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert len(crowds) >= 8
+    assert set(crowds) == {1}
 
 
 # ---- a function that turns out to meet others begins anew

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import fdp
-from fdp._execution import pool
 from tests.common.comparing import assert_close_tree
-from tests.common.threads import many_cores
+from tests.common.threads import has_all_cores, many_cores
 
 W = torch.tensor(2.0, dtype=torch.float64)
 CALLS: dict[str, Callable[[Any, int], Any]] = {
@@ -112,7 +111,7 @@ def test_callers_share_the_cores():
             thread.join()
         # A caller that comes while others have all the cores runs its shards itself: it is one thread anyway.
         assert crowd.most <= 4 + 3
-    assert pool._POOL.lanes == {}
+    assert has_all_cores()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ def test_nested_calls(outer: Any, inner: Any, cores: int):
         for _ in range(20):
             out = fdp.dp_apply(deep, W, rows(30), fdp.virtual_devices(3), executor=outer)
             assert torch.equal(out, W * rows(30))
-    assert pool._POOL.lanes == {}
+    assert has_all_cores()
 
 
 def test_calls_from_many_threads_at_once():
@@ -360,7 +359,7 @@ def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[
         assert caught.value is error
         assert not hasattr(error, "__notes__")
         call(torch.mul, 4)
-    assert pool._POOL.lanes == {}
+    assert has_all_cores()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
@@ -387,7 +386,7 @@ def test_an_interrupt_leaves_nothing(delay: float):
         assert len(ended) <= 2  # the shard of the worker was waited for, and no other began
         assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
     assert threading.active_count() <= before + 1
-    assert pool._POOL.lanes == {}
+    assert has_all_cores()
 
 
 @each_call

@@ -397,6 +397,25 @@ def other_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     return params, {name: b.clone() for name, b in module.named_buffers()}
 
 
+def called(call: Callable[[], object]) -> list[tuple[type, weakref.ref[nn.Module]]]:
+    """The modules that run in a call, once each: those of the caller, or others in their place, which nothing holds."""
+    found: list[tuple[type, weakref.ref[nn.Module]]] = []
+
+    def look(frame: types.FrameType, event: str, _: object) -> None:
+        is_module = event == "call" and frame.f_code.co_name in ("forward", "__call__")
+        module = frame.f_locals.get("self") if is_module else None
+        if isinstance(module, nn.Module) and all(ref() is not module for _, ref in found):
+            found.append((type(module), weakref.ref(module)))
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 

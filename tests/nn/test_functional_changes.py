@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fdp import functional, functional_call
-from fdp.nn._bound_clone import Skeleton
-from tests.nn.odd_modules import X, close, other_tensors, seeded, used
+from tests.nn.odd_modules import X, called, close, other_tensors, seeded, used
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -176,9 +175,11 @@ unused: Any = None
 def test_global_names(name, monkeypatch):
     module, (x,) = ReadsGlobals(), X()
     monkeypatch.setitem(globals(), name, module.part)
-    assert Skeleton(module).trusted is (name != "used")
     params, _ = other_tensors(module)
-    close(functional(module)[0]((params, {}), x)[0], torch.func.functional_call(module, params, x))
+    apply, _ = functional(module)
+    close(apply((params, {}), x)[0], torch.func.functional_call(module, params, x))
+    ran = called(lambda: apply((params, {}), x))
+    assert any(ref() is module for _, ref in ran) is (name == "used")
 
 
 def test_clones_are_not_finalized():
@@ -196,17 +197,15 @@ def test_clones_are_not_finalized():
     assert finalized == []
 
 
-def test_a_plain_value_set_every_step_keeps_the_clone(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(Skeleton(module, **kw)) or made[-1]
-    )
+def test_a_plain_value_set_every_step_keeps_the_clone():
     module = seeded(Changing)
     apply, state = functional(module)
-    for step in range(5):
-        module.scale, module.tensor, module.fc.weight = step, torch.full((3,), step), nn.Parameter(torch.randn(3, 3))
-        _, plain = apply(state, torch.ones(2, 3))[0]
-        assert plain[0] == step
-    assert len(made) == 1
-    monkeypatch.setattr(made[0], "_take_over", None)  # not needed again
-    apply(state, torch.ones(2, 3))
+
+    def steps():
+        for step in range(5):
+            module.scale, module.tensor = step, torch.full((3,), step)
+            module.fc.weight = nn.Parameter(torch.randn(3, 3))
+            _, plain = apply(state, torch.ones(2, 3))[0]
+            assert plain[0] == step
+
+    assert [kind for kind, _ in called(steps)].count(Changing) == 1

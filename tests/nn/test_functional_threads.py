@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fdp import functional, functional_call
-from fdp.nn._bound_clone import Skeleton
-from fdp.nn._functional_call import _POOLS, take
 from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,
@@ -27,6 +25,7 @@ from tests.nn.odd_modules import (
     Recursive,
     X,
     assert_untouched,
+    called,
     close,
     contents,
     each_module,
@@ -105,15 +104,11 @@ def test_threads(make, calls):
 @pytest.mark.parametrize("through", ["apply", "functional_call"])
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("make", [CallsPart, Recursive])
-def test_calls_of_parts_in_forward_leave_nothing(make, closure, through, monkeypatch):
+def test_calls_of_parts_in_forward_leave_nothing(make, closure, through):
     module, (x,) = make(), X()
     if closure:
         module.register_forward_hook(lambda mod, args, out: out + module.fc.bias)
     apply, _ = functional(module)
-    made = []
-    monkeypatch.setattr(
-        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(id(module)) or Skeleton(module, **kw)
-    )
 
     def refs() -> list[weakref.ref[Tensor]]:
         params, _ = other_tensors(module)
@@ -127,7 +122,16 @@ def test_calls_of_parts_in_forward_leave_nothing(make, closure, through, monkeyp
             assert [ref() for ref in refs() if ref() is not None] == []
     finally:
         gc.enable()
-    assert made.count(id(module)) == 1 or closure  # as though there were no calls inside
+
+
+@pytest.mark.parametrize("through", ["apply", "functional_call"])
+@pytest.mark.parametrize("make", [CallsPart, Recursive])
+def test_calls_of_parts_in_forward_keep_the_clone(make, through):
+    module, (x,) = make(), X()
+    apply, state = functional(module)
+    call = {"apply": lambda: apply(state, x), "functional_call": lambda: functional_call(module, {}, x)}[through]
+    first, *others = [called(call)[0][1] for _ in range(3)]
+    assert all(other() is first() is not None for other in others)
 
 
 def test_call_that_begins_while_another_is_in_place():
@@ -227,32 +231,22 @@ def test_functional_call_does_not_keep_modules():
     refs = {name: call(make, args) for name, (make, args) in BY_NAME.items() if make is not Cached}
     gc.collect()
     assert [name for name, ref in refs.items() if ref() is not None] == []
-    assert all(ref() is not None for ref, _ in _POOLS.values())
 
 
-def test_another_module_at_the_same_address(monkeypatch):
-    gone, module, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.ones(3)
-    monkeypatch.setitem(_POOLS, id(module), (weakref.ref(gone), [Skeleton(gone)]))
-    close(functional_call(module, {}, x), module(x))
+def test_clones_go_with_their_module():
+    modules = [nn.Linear(3, 3)]
+    ((_, clone),) = called(lambda: functional_call(modules[0], {}, torch.ones(3)))
+    assert clone() is not None
+    assert clone() is not modules[0]
+    modules.clear()
+    assert clone() is None
 
 
-def test_pool_that_another_thread_empties():
-    class Emptied(list):
-        def __bool__(self):
-            return True
-
-    assert take(Emptied(), nn.Linear(3, 3)).trusted
-
-
-def test_modules_called_in_place_are_searched_once(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "fdp.nn._functional_call.Skeleton", lambda module, **kw: made.append(1) or Skeleton(module, **kw)
-    )
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    first = module[0]
-    module[1].register_forward_hook(lambda mod, args, out: out + first.bias)
-    apply, state = functional(module)
-    for _ in range(3):
-        apply(state, torch.ones(3))
-    assert len(made) == 1
+def test_another_module_at_the_same_address():
+    addresses = set()
+    for _ in range(20):
+        module, x = nn.Linear(3, 3), torch.ones(3)
+        addresses.add(id(module))
+        close(functional_call(module, {}, x), module(x))
+        del module
+    assert len(addresses) < 20

@@ -172,3 +172,33 @@ def test_everything_public_is_in_the_program_that_is_type_checked():
     }
     assert len(public) > 50
     assert [name for name in sorted(public) if not re.search(rf"\b{re.escape(name)}\b", text)] == []
+
+
+# What can be seen only with a private name, and why.
+PRIVATE = {
+    "tests/accelerator/test_command.py": "copies that go wrong between devices, and small products on a slow device",
+    "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
+    "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
+    "tests/execution/test_scheduler.py": "every order in which threads can take turns",
+    "tests/execution/test_scheduler_threads.py": "turns by themselves, with threads that fail in them",
+    "tests/nn/test_parallel_apply.py": "GPUs of different size",
+    "tests/trees/test_torch_private.py": "private names of torch, of which that file is the list",
+}
+
+
+def test_tests_use_private_names_only_where_nothing_else_shows_it():
+    def is_private(name: str) -> bool:
+        return bool(re.fullmatch(r"fdp\b.*\._(?!_).*", name))
+
+    def imported(path: Path) -> Iterator[str]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    files = [path for folder in ("tests", "property_tests") for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix(): path for path in files if any(map(is_private, imported(path)))}
+    assert sorted(found) == sorted(PRIVATE)
+    in_strings = [path for path in files if re.search(r"""["'](from )?fdp[a-z_.]*\._[a-z]""", path.read_text("utf-8"))]
+    assert in_strings == [ROOT / "tests/command/test_command.py"]  # that it is not imported

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fdp
-from fdp._trees.profiling import stage, staged
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -122,12 +121,6 @@ def test_a_stage_ends_with_an_exception():
         call()
     (neg,) = [event for event in found.events() or [] if event.name == "aten::neg"]
     assert neg.cpu_parent is None
-
-
-def test_nothing_is_recorded_where_no_profiler_runs():
-    with stage("scatter") as entered:
-        assert entered is None
-    assert staged("gather")(len)([1, 2]) == 2
 
 
 @pytest.mark.parametrize("is_profiled", [False, True])

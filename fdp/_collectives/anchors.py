@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from fdp._placement.slot import AXES
 from fdp._trees import torch_private
 
 T = TypeVar("T")
@@ -23,8 +24,8 @@ T = TypeVar("T")
 class Anchor:
     """One more input of a function that is differentiated, beside others, and what its collectives have made of it."""
 
-    def __init__(self, start: Tensor, inputs: Sequence[Tensor] = ()) -> None:
-        self.start, self.inputs = start, inputs
+    def __init__(self, start: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
+        self.start, self.inputs = start, inputs  # no start where there is nobody to meet
         self._ends: list[Tensor] = []
 
     def ends(self) -> list[Tensor]:
@@ -57,12 +58,13 @@ class Anchor:
         """What the function returns; `around`: its collectives belong to functions around it as well."""
         if torch.compiler.is_compiling():
             return call()
-        before = ANCHORS.set((*(ANCHORS.get() if around else ()), self))
+        before = None if self.start is None else ANCHORS.set((*(ANCHORS.get() if around else ()), self))
         outside = DIFFERENTIATED.set((*DIFFERENTIATED.get(), *self.inputs))
         try:
             return call()
         finally:
-            ANCHORS.reset(before)
+            if before is not None:
+                ANCHORS.reset(before)
             DIFFERENTIATED.reset(outside)
 
 
@@ -94,9 +96,14 @@ def no_elements() -> Tensor:
     return torch.zeros(0, device="cpu")
 
 
+def may_meet() -> bool:
+    """Whether collectives here have somebody to meet: all slots of some call around this code are alive."""
+    return not all(axis.rendezvous is None for axis in AXES.get())
+
+
 def starts() -> list[Tensor]:
     """What a collective takes more, for each function that is differentiated here."""
-    return [anchor.start for anchor in ANCHORS.get()]
+    return [anchor.start for anchor in ANCHORS.get() if anchor.start is not None]
 
 
 def add_ends(ends: Sequence[Tensor]) -> None:

@@ -36,6 +36,8 @@ def join(
     `hint` ends messages about leaves: where the user says how each is joined.
     """
     choices = "aux_dims" if name == "aux" else "out_dims"
+    if type(dims) in (int, str) and set(map(type, shards)) == {torch.Tensor} and not torch.compiler.is_compiling():
+        return _join_tensors(shards, flatten(shards[0], name, dims, choices, where), weights, device, where, hint)
     flats = [flatten(shard, name, dims, choices, where) for shard in shards]
     for i, flat in enumerate(flats[1:], 1):
         if _structures_differ(flat.structure, flats[0].structure):
@@ -45,10 +47,7 @@ def join(
     for i, (leaf, spec) in enumerate(zip(flats[0].leaves, flats[0].specs, strict=True)):
         if callable(spec):
             flats[0].specs[i] = spec(leaf) if isinstance(leaf, torch.Tensor) else 0
-    problems = [_problem(column, flats[0], i, weights) for i, column in enumerate(columns)]
-    if any(problems):
-        hint = hint or f"{choices} says how each leaf is joined"
-        raise ValueError(f"{where}: {listed(list(filter(None, problems)), separator='; ')}. {hint}")
+    _raise_any([_problem(column, flats[0], i, weights) for i, column in enumerate(columns)], choices, where, hint)
     specs = flats[0].specs
     if torch.compiler.is_compiling():  # ids would become guards on these very tensors
         leaves = [
@@ -65,6 +64,23 @@ def join(
         if key not in joined:
             joined[key] = _join_leaf(column, key[0], weights, device, flats[0], i)
     return unflatten(flats[0].structure, [joined[key] for key in keys])
+
+
+def _join_tensors(
+    column: Sequence[torch.Tensor], flat: Flat, weights: Weights, device: torch.device, where: str, hint: str
+) -> torch.Tensor:
+    """The same for trees that are a tensor each."""
+    problem = _problem(column, flat, 0, weights)
+    if problem is not None:
+        _raise_any([problem], "aux_dims" if flat.name == "aux" else "out_dims", where, hint)
+    return _join_leaf(column, flat.specs[0], weights, device, flat, 0)
+
+
+def _raise_any(problems: Sequence[str | None], choices: str, where: str, hint: str) -> None:
+    """Raise if some leaves cannot be joined."""
+    if any(problems):
+        hint = hint or f"{choices} says how each leaf is joined"
+        raise ValueError(f"{where}: {listed(list(filter(None, problems)), separator='; ')}. {hint}")
 
 
 def _join_leaf(column: Sequence[Any], spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int) -> Any:
@@ -106,7 +122,8 @@ def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         for tensor, weight in zip(tensors, scaled, strict=True)
         if weight != 0
     ]
-    joined = total(weighted) / sum(scaled)
+    whole, joined = sum(scaled), total(weighted)
+    joined = joined if whole == 1 else joined / whole
     return joined if wide is tensors[0].dtype else joined.to(tensors[0].dtype)
 
 

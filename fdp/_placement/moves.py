@@ -97,22 +97,27 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def accumulate(held: list[torch.Tensor], tensor: torch.Tensor) -> None:
-    """Add to the tensor in the list: in place if that saves memory and nobody can see it."""
-    if held[0].dtype is tensor.dtype and not tensor.requires_grad and not tensor.is_sparse and is_ours(held):
-        held[0].add_(tensor)
+def accumulate(held: list[torch.Tensor], index: int, tensor: torch.Tensor) -> None:
+    """Add to a tensor in the list: in place if that saves memory and nobody can see it."""
+    if _may_be_large(held[index], tensor) and is_ours(held, index):
+        held[index].add_(tensor)
     else:
-        held[0] = add(held[0], tensor)
+        held[index] = add(held[index], tensor)
 
 
-def is_ours(held: list[torch.Tensor]) -> bool:
+def _may_be_large(total: torch.Tensor, tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is total.layout is torch.strided
+    return is_dense and total.nbytes >= LARGE and total.dtype is tensor.dtype and not tensor.requires_grad
+
+
+def is_ours(held: Sequence[Any], index: int = 0) -> bool:
     """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
 
     A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
     """
     if torch.compiler.is_compiling() or torch_private.is_transformed():
         return False
-    tensor = held[0]
+    tensor = held[index]
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
         return False
     if tensor.is_inference() or tensor.layout is not torch.strided:
@@ -120,13 +125,14 @@ def is_ours(held: list[torch.Tensor]) -> bool:
     storage = tensor.untyped_storage()
     if tensor.nbytes < LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
         return False  # what cannot be resized is memory of something else, such as a numpy array
+    is_view = tensor._is_view()
     del tensor, storage
-    return _references(held) == (_ALONE_VIEW if held[0]._is_view() else _ALONE)
+    return _references(held, index) == (_ALONE_VIEW if is_view else _ALONE)
 
 
-def _references(held: list[torch.Tensor]) -> tuple[int, ...]:
+def _references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
     """How many refer to a tensor in Python, in C++, the same of its memory, and of the tensor that it is a view of."""
-    tensor, base = held[0], torch_private.base(held[0])
+    tensor, base = held[index], torch_private.base(held[index])
     memory = sys.getrefcount(tensor.untyped_storage()), torch_private.storage_use_count(tensor)
     found = sys.getrefcount(tensor), torch_private.use_count(tensor), *memory
     return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
@@ -147,7 +153,8 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
     dtype = tensors[0].dtype
     wide = accumulator(dtype)
-    held = [tensors[0].to(wide)]
-    for i in range(1, len(tensors)):
-        accumulate(held, tensors[i].to(wide))
-    return held[0].to(dtype)
+    each = iter(tensors if wide is dtype else (tensor.to(wide) for tensor in tensors))
+    held = [next(each)]
+    for tensor in each:
+        accumulate(held, 0, tensor)
+    return held[0] if wide is dtype else held[0].to(dtype)

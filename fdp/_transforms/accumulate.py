@@ -1,8 +1,9 @@
 """Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, compress, count, islice, repeat
 from typing import Any
 
 import torch
@@ -68,19 +69,21 @@ class Gradients:
 
     def __init__(self, flats: Sequence[Flat], plan: Partition, device: torch.device | None) -> None:
         # Under another name, for the log of transfers.
-        self._flats = [flat._replace(name=f"grad of {flat.name}") for flat in flats]
+        self._flats = [Flat(f"grad of {flat.name}", *flat[1:]) for flat in flats]
         self._plan, self._device = plan, device
-        # Of what is split, the part of every shard; of what is whole, the sum so far.
-        self._parts: list[list[list[Any]]] = [
-            [[None] * len(plan.slots) if _is_split(*pair) else [] for pair in zip(flat.leaves, flat.specs, strict=True)]
-            for flat in flats
+        self._whole = [_are_whole(flat) for flat in flats]
+        # Of what is split, the part of every shard; of what is whole, the sum so far. Where all leaves are whole, the
+        # sums of all of them are one list.
+        self._parts: list[list[Any]] = [
+            [None] * len(flat.leaves) if whole else [_empty(*pair, plan) for pair in zip(*flat[1:3], strict=True)]
+            for flat, whole in zip(flats, self._whole, strict=True)
         ]
 
     @staged("reduce")
     def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
-        for flat, all_parts, grad, arg in zip(self._flats, self._parts, grads, args, strict=True):
-            if _are_whole(flat):
+        for flat, whole, all_parts, grad, arg in zip(self._flats, self._whole, self._parts, grads, args, strict=True):
+            if whole:
                 self._add_whole(flat, all_parts, grad)
                 continue
             rest, values = iter(grad), leaves_up_to(flat.structure, arg)
@@ -88,77 +91,88 @@ class Gradients:
             for i, (leaf, spec, parts, value) in enumerate(columns):
                 if isinstance(leaf, torch.Tensor):
                     if spec is None:
-                        self._sum(parts, next(rest), leaf, flat, i)
+                        self._sum(parts, 0, next(rest), leaf, flat, i)
                     else:
                         parts[shard] = _filled(next(rest), value)
                     continue
                 inner = flatten(value, flat.name)
                 if isinstance(leaf, Replicated):
                     homes = flatten(leaf.shards[0], flat.path(i))
-                    parts.extend([] for _ in homes.leaves[len(parts) :])
+                    parts.extend([None] * (len(homes.leaves) - len(parts)))
                     for k, home in enumerate(homes.leaves):
-                        self._sum(parts[k], next(rest), home, homes, k)
+                        self._sum(parts, k, next(rest), home, homes, k)
                 else:
                     found = islice(rest, len(inner.leaves))
                     parts[shard] = unflatten(inner.structure, map(_filled, found, inner.leaves))
 
-    def _add_whole(self, flat: Flat, sums: Sequence[list[torch.Tensor]], grads: Sequence[Grad]) -> None:
+    def _add_whole(self, flat: Flat, sums: list[Grad], grads: Sequence[Grad]) -> None:
         """Add to the sum of each tensor: to small ones all in one call."""
-        is_plain = not (torch.compiler.is_compiling() or torch_private.is_transformed())
-        columns = enumerate(zip(flat.leaves, sums, grads, strict=True))
-        small = [i for i, (leaf, held, grad) in columns if is_plain and held and _is_small(leaf, held[0], grad)]
-        if small:
-            added = torch_private.foreach_add([sums[i][0] for i in small], [grads[i] for i in small])
-            for i, total in zip(small, added, strict=True):
-                sums[i][0] = total
-        if len(small) < len(grads):
-            for i in sorted(set(range(len(grads))).difference(small)):
-                self._sum(sums[i], grads[i], flat.leaves[i], flat, i)
+        every = range(len(grads))
+        has_sums = type(None) not in map(type, sums)  # an `in` of the tensors would compare them
+        is_plain = has_sums and not (torch.compiler.is_compiling() or torch_private.is_transformed())
+        small = list(map(_is_small, flat.leaves, sums, grads)) if is_plain else [False] * len(grads)
+        if True in small:
+            added = torch_private.foreach_add(list(compress(sums, small)), list(compress(grads, small)))
+            for i, total in zip(compress(every, small), added, strict=True):
+                sums[i] = total
+        if False in small:
+            for i in compress(every, map(operator.not_, small)):
+                self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
 
     def sums(self) -> list[torch.Tensor]:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
-        for held, home in self._held():
+        for held, i, home in self._held():
             wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
-            held[:] = [held[0].to(wide) if held else torch.zeros_like(home, dtype=wide, device=self._device)]
-        return [held[0] for held, _ in self._held()]
+            held[i] = (
+                torch.zeros_like(home, dtype=wide, device=self._device) if held[i] is None else held[i].to(wide)
+            )
+        return [held[i] for held, i, _ in self._held()]
 
     def zeros(self) -> list[torch.Tensor]:
         """Tensors like these sums."""
-        return [torch.zeros_like(home, dtype=accumulator(home.dtype), device=self._device) for _, home in self._held()]
+        return [torch.zeros_like(home, dtype=accumulator(home.dtype), device=self._device) for *_, home in self._held()]
 
     def ours(self) -> list[bool]:
         """Which of them nobody else refers to, so that they may be written to."""
-        return [is_ours(held) for held, _ in self._held()]
+        return [is_ours(held, i) for held, i, _ in self._held()]
 
     def replace_sums(self, sums: Sequence[torch.Tensor]) -> None:
         """Put others in their place."""
-        for (held, _), x in zip(self._held(), sums, strict=True):
-            held[:] = [x]
+        for (held, i, _), x in zip(self._held(), sums, strict=True):
+            held[i] = x
 
-    def _held(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        for flat, all_parts in zip(self._flats, self._parts, strict=True):
+    def _held(self) -> Iterator[tuple[list[Any], int, torch.Tensor]]:
+        """The sums, each with where it is held, and the tensor that it belongs to."""
+        for flat, whole, all_parts in zip(self._flats, self._whole, self._parts, strict=True):
+            if whole:
+                yield from ((all_parts, i, leaf) for i, leaf in enumerate(flat.leaves))
+                continue
             for leaf, spec, parts in zip(flat.leaves, flat.specs, all_parts, strict=True):
                 if isinstance(leaf, torch.Tensor) and spec is None:
-                    yield parts, leaf
+                    yield parts, 0, leaf
                 elif isinstance(leaf, Replicated):
                     homes = flatten(leaf.shards[0], flat.name).leaves
-                    parts.extend([] for _ in homes[len(parts) :])
-                    yield from zip(parts, homes, strict=True)
+                    parts.extend([None] * (len(homes) - len(parts)))
+                    yield from ((parts, i, home) for i, home in enumerate(homes))
 
     @staged("reduce")
     def finish(self) -> list[Tree]:
         """The gradient of each argument: a tree like it, zeros where it is not used."""
-        return [
-            unflatten(flat.structure, [self._joined(flat, i, part) for i, part in enumerate(parts)])
-            for flat, parts in zip(self._flats, self._parts, strict=True)
-        ]
+        found = []
+        for flat, whole, parts in zip(self._flats, self._whole, self._parts, strict=True):
+            if whole:
+                leaves = map(self._home, map(_filled, parts, flat.leaves), flat.leaves, repeat(flat), count())
+            else:
+                leaves = [self._joined(flat, i, part) for i, part in enumerate(parts)]
+            found.append(unflatten(flat.structure, leaves))
+        return found
 
     def _joined(self, flat: Flat, index: int, parts: list[Any]) -> Tree:
         leaf, spec = flat.leaves[index], flat.specs[index]
         if isinstance(leaf, Replicated):
             inner = flatten(leaf.shards[0], flat.path(index))
             places = enumerate(zip(parts, inner.leaves, strict=True))
-            whole = [self._home(_filled(_only(held), value), value, inner, k) for k, (held, value) in places]
+            whole = [self._home(_filled(total, value), value, inner, k) for k, (total, value) in places]
             tree, name = unflatten(inner.structure, whole), inner.name
             return replicate_on(tree, leaf.devices, always=True, name=name, where="grad", peers=leaf.peers)
         if isinstance(leaf, Sharded):
@@ -171,23 +185,23 @@ class Gradients:
             grads = enumerate(leaves_up_to(inner.structure, type(leaf)(chain.from_iterable(parts))))
             return unflatten(inner.structure, [self._home(grad, inner.leaves[k], inner, k) for k, grad in grads])
         if spec is None:
-            return self._home(_filled(_only(parts), leaf), leaf, flat, index)
+            return self._home(_filled(parts[0], leaf), leaf, flat, index)
         if not parts:  # other processes have all rows
             return torch.zeros_like(leaf)
         return concat([self._home(part, leaf, flat, index) for part in parts], spec)
 
-    def _sum(self, held: list[torch.Tensor], grad: Grad, home: torch.Tensor, flat: Flat, index: int) -> None:
-        """Add the next gradient to the sum so far, none or one, on the device where the sum goes."""
+    def _sum(self, held: list[Any], place: int, grad: Grad, home: torch.Tensor, flat: Flat, index: int) -> None:
+        """Add the next gradient to the sum so far, if there is one, on the device where the sum goes."""
         if grad is None:
             return
         moved, wide = self._home(grad, home, flat, index), accumulator(home.dtype)
         del grad  # whether it may be written to depends on who refers to it
-        if held and wide is not home.dtype:
-            held[0], moved = held[0].to(wide), moved.to(wide)
-        if held:
-            accumulate(held, moved)
-        else:
-            held.append(moved)
+        if held[place] is None:
+            held[place] = moved
+            return
+        if wide is not home.dtype:
+            held[place], moved = held[place].to(wide), moved.to(wide)
+        accumulate(held, place, moved)
 
     def _home(self, grad: torch.Tensor, value: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
@@ -215,12 +229,11 @@ def _is_small(leaf: Any, total: Any, grad: Any) -> bool:
     )
 
 
-def _is_split(leaf: Any, spec: Any) -> bool:
-    return isinstance(leaf, Sharded) or (spec is not None and not isinstance(leaf, Replicated))
-
-
-def _only(held: Sequence[torch.Tensor]) -> Grad:
-    return held[0] if held else None
+def _empty(leaf: Any, spec: Any, plan: Partition) -> list[None]:
+    """Room for the parts of a leaf that is split, for the sum of another; a Replicated may have any number."""
+    if isinstance(leaf, Replicated):
+        return []
+    return [None] * (len(plan.slots) if isinstance(leaf, Sharded) or spec is not None else 1)
 
 
 def _filled(grad: Grad, value: torch.Tensor) -> torch.Tensor:

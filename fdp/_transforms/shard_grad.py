@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from fdp._collectives.anchors import Anchor, no_elements
+from fdp._collectives.anchors import Anchor, may_meet, no_elements
 from fdp._collectives.transpose import Gate
 from fdp._execution.patches import is_forward_mode
 from fdp._execution.returned import noting
@@ -132,26 +133,29 @@ def joint(
     """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
     graph = bool(create_graph)
     if create_graph is None:
-        graph = torch.is_grad_enabled() and any(_reaches_outside(each) for each in forwards)
-    losses = [forward.out.loss for forward in forwards]
-    ends = [forward.anchor.ends() for forward in forwards]
-    given = [i for i, loss in enumerate(losses) if seeds[i] != 0 and loss.requires_grad]
-    live = [i for i, f in enumerate(forwards) if ends[i] or (i in given and f.aliases)]
+        graph = torch.is_grad_enabled() and any(map(_reaches_outside, forwards))
     grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
+    roots: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    live = []
+    for i, ((out, aliases, _, anchor), seed) in enumerate(zip(forwards, seeds, strict=True)):
+        ends = anchor.ends()
+        counts = seed != 0 and out.loss.requires_grad
+        if not ends and not (counts and aliases):
+            continue
+        live.append(i)
+        if counts:
+            roots.append(out.loss)
+            given.append(torch.full_like(out.loss, seed))
+        roots += ends
+        given += map(torch.zeros_like, ends)
+        inputs += aliases if anchor.start is None else [*aliases, anchor.start]
     if live:
-        roots = [(losses[i], torch.full_like(losses[i], seeds[i])) for i in live if i in given]
-        roots += [(end, torch.zeros_like(end)) for i in live for end in ends[i]]
-        found = iter(
-            torch.autograd.grad(
-                [root for root, _ in roots],
-                [x for i in live for x in (*forwards[i].aliases, forwards[i].anchor.start)],
-                [grad for _, grad in roots],
-                create_graph=graph,
-                allow_unused=True,
-            )
-        )
+        found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph))
         for i in live:
-            *grads[i], _ = islice(found, len(forwards[i].aliases) + 1)
+            grads[i] = list(islice(found, len(forwards[i].aliases)))
+            deque(islice(found, forwards[i].anchor.start is not None), 0)
     outs = [forward.out for forward in forwards]
     if not graph:  # without one the gradients are detached as they are
         outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
@@ -168,12 +172,16 @@ def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | Non
     If there will be no `graph` of its gradients, a gradient of something around it does not go through it.
     """
     inputs = inputs_of(problem, shard)
-    with torch.enable_grad():
+    before = torch.is_grad_enabled()
+    torch_private.set_grad_enabled(True)
+    try:
         # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
         aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
-        anchor = Anchor(no_elements().requires_grad_(), aliases)
+        anchor = Anchor(no_elements().requires_grad_() if may_meet() else None, aliases)
         call = functools.partial(_call, problem, shard, inputs.build(aliases))
         return Forward(anchor.within(call, around=graph is not False), aliases, inputs, anchor)
+    finally:
+        torch_private.set_grad_enabled(before)
 
 
 def is_tracking() -> bool:

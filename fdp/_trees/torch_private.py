@@ -7,7 +7,7 @@ with a message that says which, and what it was for.
 import importlib
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +145,22 @@ def set_sequence_nr(node: Any, number: int) -> None:
     """Give a node another number."""
     node._set_sequence_nr(number)
 
+
+_run_backward = _use("torch.autograd.graph._engine_run_backward", "gradients of tensors that need not be looked over")
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, create_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """What `torch.autograd.grad` returns with `allow_unused`, without its questions if these are plain tensors."""
+    if len_torch_function_stack() or not _PLAIN.issuperset(map(type, (*outputs, *inputs))):
+        return torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True)
+    run = torch.autograd.graph._engine_run_backward  # not the one of above: the virtual accelerator has another
+    roots, leaves = (tuple(outputs), tuple(given)), tuple(inputs)
+    return run(*roots, create_graph, create_graph, leaves, allow_unreachable=True, accumulate_grad=False)
+
+
+_PLAIN = frozenset({torch.Tensor})
 
 # Tensors
 

@@ -173,16 +173,21 @@ def how_called(fn: Any) -> Any:
 
 def identity(fn: Any) -> Any:
     """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
+    if type(fn) is types.FunctionType and not fn.__dict__ and fn.__module__ != _FUNCTIONAL:  # as of most
+        return fn.__code__
     while isinstance(fn, functools.partial):
         fn = fn.func
     # What `functional` makes has the same code for every module.
-    own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == "fdp.nn._functional"
+    own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == _FUNCTIONAL
     key = fn if own else getattr(fn, "__code__", fn)
     try:
         hash(weakref.ref(key))
     except TypeError:  # an object without a hash, or that nothing can refer to weakly
         return type(key)
     return key
+
+
+_FUNCTIONAL = "fdp.nn._functional"
 
 
 def _closed_over(fn: Any) -> int:

@@ -191,6 +191,12 @@ class Spread(Sequence[torch.device]):
 
 def peers_of(devices: Any, held: Iterable[Any] = ()) -> Peers:
     """Those that a call is spread over: its devices, else something that it is given."""
-    if isinstance(devices, Spread):
+    if type(devices) not in _ORDINARY and isinstance(devices, Spread):
         return devices.peers
-    return next((each.peers for each in held if isinstance(each, Located) and each.peers is not ALONE), ALONE)
+    for each in held:
+        if isinstance(each, Located) and each.peers is not ALONE:
+            return each.peers
+    return ALONE
+
+
+_ORDINARY = frozenset({tuple, list, type(None), str, torch.device, int})  # not by the class, which asks in Python

@@ -42,6 +42,8 @@ def place(
     Where tensors differ in their rows, `by_rows` has the plan for each number of them. `places` are the leaves that are
     not the same for all shards.
     """
+    if places is not None and len(places) == 0:
+        return [unflatten(flat.structure, flat.leaves) for _ in plan.slots]
     shards = [flat.leaves.copy() for _ in plan.slots]
     for i in range(len(flat.leaves)) if places is None else places:
         leaf, spec = flat.leaves[i], flat.specs[i]

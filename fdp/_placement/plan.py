@@ -70,6 +70,8 @@ class Plan(Drawn):
         pieces: The same with each shard cut into microbatches.
         args: How each argument is placed.
         places: The place of each piece, as a shard sees it.
+        has_slots: Whether some argument is on its slots already.
+        moves: Whether something is on another device than where it is needed.
         devices: The device of each slot that has a shard.
         sizes: Rows of each of these, None if nothing is split.
         executor: How shards run, and why.
@@ -85,6 +87,8 @@ class Plan(Drawn):
     pieces: Partition
     args: tuple[PlannedArgument, ...]
     places: tuple[Slot, ...]
+    has_slots: bool = False
+    moves: bool = False
     executor: str = ""
     arguments: tuple[PlannedLeaf, ...] = ()
     outputs: tuple[PlannedLeaf, ...] | None = None

@@ -16,7 +16,7 @@ from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
 from fdp._placement.place import place, planned
 from fdp._placement.plan import Plan, places_of
-from fdp._placement.sharded import Sharded
+from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.slot import Slot
 from fdp._placement.split import common_peers, flatten_args, held_slots, plan_args
 from fdp._transforms.arguments import Arg, Options, check_several
@@ -24,8 +24,8 @@ from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
-from fdp._trees.registry import is_plain, is_plain_structure
-from fdp._trees.tree import Flat, flatten
+from fdp._trees.registry import TreeTypeError, TreeValueError, flattened, is_plain, is_plain_structure
+from fdp._trees.tree import Flat
 from fdp._trees.types import Dims, Function, Tree
 from fdp._trees.untraced import leave_alone
 
@@ -82,9 +82,10 @@ class Call(NamedTuple):
                 columns.append(place(flat, self.partition, memo, places=arg.places))
         n, keywords = self.n_args, self.keywords
         shards = [
-            Shard(values[:n], dict(zip(keywords, values[n:], strict=True))) for values in zip(*columns, strict=True)
+            Shard(values[:n], dict(zip(keywords, values[n:], strict=True)) if keywords else {})
+            for values in zip(*columns, strict=True)
         ]
-        return shards, MutationCheck.over(self.flats, memo, has_copies=any(arg.moves for arg in self.plan.args))
+        return shards, MutationCheck.over(self.flats, memo, has_copies=self.plan.moves)
 
 
 def bind(
@@ -97,18 +98,20 @@ def bind(
     """Bind arguments and find their plan."""
     where = options.where
     check_options(options.executor, options.seed, where)
-    named = [*args, *kwargs.values()]
-    flats = [flatten(arg.tree, arg.name, where=where) for arg in named]
-    signature = signature_of(fn, flats, named, len(args), options, microbatches)
-    plan = find(fn, signature)
+    named = [*args, *kwargs.values()] if kwargs else args
+    try:
+        trees = [flattened(arg.tree, arg.name) for arg in named]
+        signature = signature_of(fn, named, trees, len(args), options, microbatches)
+        plan = find(fn, signature)
+    except (TreeTypeError, TreeValueError):  # flatten_args says where
+        trees, signature, plan = [], None, None
     if plan is None:
         check_several(fn, args, kwargs, where)
         flats = flatten_args(named, where)
     else:
-        flats = [
-            Flat(f.name, f.leaves, arg.specs, f.structure, f.accessors) for f, arg in zip(flats, plan.args, strict=True)
-        ]
-    peers = common_peers(held_slots(flats), options.devices, where)
+        columns = zip(named, trees, plan.args, strict=True)
+        flats = [Flat(arg.name, leaves, a.specs, structure, []) for arg, (leaves, structure), a in columns]
+    peers = common_peers(held_slots(flats) if plan is None or plan.has_slots else (), options.devices, where)
     if plan is None:
         plan = keep(fn, None if _has_values(flats) else signature, decide(flats, options, microbatches))
     same = {"axis_name": options.axis_name, "seed": options.seed, "splits": plan.sizes is not None, **options.same}
@@ -122,7 +125,9 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
     slots, partition = plan_args(flats, options.devices, options.weights, options.where)
     pieces = microbatched(partition, microbatches)
     args = tuple(planned(flat, pieces) for flat in flats)
-    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name))
+    has_slots = any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
+    moves = any(arg.moves for arg in args)
+    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves)
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:

@@ -4,6 +4,7 @@ Those of a function go with it. There is no lock: each step is one call of C, an
 one finds that of the other.
 """
 
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,7 +18,6 @@ from fdp._placement.sharded import Slots
 from fdp._transforms.arguments import Arg, Options
 from fdp._trees import torch_private
 from fdp._trees.prefix import signature_of_dims
-from fdp._trees.tree import Flat
 from fdp._trees.types import Function
 
 _MOST = 64  # of a function; the oldest go first
@@ -25,47 +25,53 @@ _PLANS: "weakref.WeakKeyDictionary[Any, dict[Hashable, Plan]]" = weakref.WeakKey
 
 
 def signature_of(
-    fn: Function, flats: Sequence[Flat], args: Sequence[Arg], n_args: int, options: Options, microbatches: int
+    fn: Function,
+    args: Sequence[Arg],
+    trees: Sequence[tuple[Sequence[Any], Any]],
+    n_args: int,
+    options: Options,
+    microbatches: int,
 ) -> Hashable | None:
-    """All that a plan depends on; None if that cannot be said."""
+    """All that a plan depends on; None if that cannot be said. `trees` are leaves and structures."""
     if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
         return None
-    weights = () if options.weights is None else options.weights
-    if type(options.axis_name) is not str or type(weights) not in (list, tuple):
+    weights = options.weights
+    if type(options.axis_name) is not str or not (weights is None or type(weights) in (list, tuple)):
         return None
-    if not all(type(weight) in (int, float) for weight in weights):
+    if weights is not None and not all(type(weight) in (int, float) for weight in weights):
         return None
-    dims = [signature_of_dims(arg.dims) for arg in args]
-    kinds = [list(map(_kind_of, flat.leaves)) for flat in flats]
-    if None in dims or any(None in each for each in kinds):
-        return None
+    parts: list[Any] = [options.where, how_called(fn), n_args, options.axis_name, microbatches]
+    parts.append(None if weights is None else tuple(weights))
+    has_slots = False
+    for arg, (leaves, structure) in zip(args, trees, strict=True):
+        dims = arg.dims
+        parts += arg.name, structure, dims if dims is None or type(dims) is int else signature_of_dims(dims)
+        if dims is not None and parts[-1] is None:
+            return None
+        parts += map(type, leaves)
+        try:
+            parts += map(_kind_of_tensor, leaves)
+        except (AttributeError, RuntimeError):  # not all are tensors, or one is nested
+            kinds = list(map(_kind_of, leaves))
+            if None in kinds:
+                return None
+            parts += kinds
+            has_slots = has_slots or any(isinstance(leaf, Slots) for leaf in leaves)
     devices = options.devices
-    if devices is not None or not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
-        devices = as_devices(devices, options.where)
-    trees = [(flat.structure, *each) for flat, each in zip(flats, kinds, strict=True)]
-    names = tuple(arg.name for arg in args)
-    return (
-        options.where,
-        how_called(fn),
-        names,
-        n_args,
-        devices,
-        None if options.weights is None else tuple(weights),
-        options.axis_name,
-        microbatches,
-        *dims,
-        *trees,
-    )
+    parts.append(None if devices is None and has_slots else as_devices(devices, options.where))
+    return tuple(parts)
+
+
+_kind_of_tensor = operator.attrgetter("dtype", "device", "requires_grad", "layout", "shape")
 
 
 def _kind_of(leaf: Any) -> Any:
     """What a plan may depend on of a leaf; None if that cannot be said."""
     if isinstance(leaf, torch.Tensor):
-        shape = None if leaf.is_nested else leaf.shape
-        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
+        return leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, None if leaf.is_nested else leaf.shape
     if isinstance(leaf, Slots):
         dims = signature_of_dims(leaf.dims)
-        return dims and (type(leaf), leaf.devices, leaf.sizes, type(leaf.shards[0]), *dims)
+        return dims and (leaf.devices, leaf.sizes, type(leaf.shards[0]), *dims)
     return type(leaf)
 
 

@@ -25,12 +25,18 @@ class MutationCheck(NamedTuple):
     @classmethod
     def over(cls, flats: Sequence[Flat], memo: Memo, *, has_copies: bool) -> Self:
         """Remember the versions of the caller's tensors, and of the copies that were made of them."""
-        given = [x for flat in flats for leaf in flat.leaves for x in leaf_tensors(leaf)]
+        given: list[torch.Tensor] = []
+        for flat in flats:
+            for leaf in flat.leaves:
+                given += (leaf,) if isinstance(leaf, torch.Tensor) else leaf_tensors(leaf)
         if torch.compiler.is_compiling():  # reading versions breaks the graph
             return cls(flats, given, memo, [], [])
-        tensors = [x for x in given if not x.is_inference()]
+        tensors = given
+        if True in map(torch.Tensor.is_inference, given):
+            tensors = [x for x in given if not x.is_inference()]
         if has_copies:  # parts on the same device share the version of what they are views of
-            tensors += [x for found in memo.values() for x in _each(found) if not x.is_inference()]
+            copies = [x for found in memo.values() for x in _each(found) if not x.is_inference()]
+            tensors = [*tensors, *copies]
         if torch_private.is_transformed():  # a write under vmap shows in the version of what is batched
             tensors = [layer for x in tensors for layer in layers(x)]
         return cls(flats, given, memo, tensors, list(map(torch_private.version, tensors)))

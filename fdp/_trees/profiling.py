@@ -18,7 +18,7 @@ NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 def stage(name: str, number: int | None = None) -> contextlib.AbstractContextManager[object]:
     """A range called `fdp.` and the name, with a number if there is one; nothing where no profiler runs."""
     # The flag is one for all threads: a profiler may watch those in which shards run.
-    if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+    if not profiler._is_profiler_enabled or torch.compiler.is_compiling():
         return NOTHING
     return profiler.record_function(f"fdp.{name}" if number is None else f"fdp.{name} {number}")
 

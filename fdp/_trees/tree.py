@@ -87,7 +87,7 @@ _DIGESTS: dict[optree.PyTreeSpec, int] = {}
 
 def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Tree:
     """Inverse of `flatten`."""
-    return optree.tree_unflatten(structure, leaves)
+    return structure.unflatten(leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:

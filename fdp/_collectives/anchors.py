@@ -38,7 +38,7 @@ class Anchor:
 
     def is_passed(self, made: Iterable[Tensor]) -> bool:
         """Whether something is made of a leaf outside of the function, which is not one of the inputs."""
-        inputs = {id(x) for x in (*self.inputs, self.start, *starts())}
+        inputs = set(map(id, self.inputs if self.start is None else (*self.inputs, self.start, *starts())))
         todo: list[Any] = [tensor.grad_fn for tensor in made]
         seen: set[Any] = {None}
         for node in todo:  # which grows meanwhile
@@ -98,7 +98,7 @@ def no_elements() -> Tensor:
 
 def may_meet() -> bool:
     """Whether collectives here have somebody to meet: all slots of some call around this code are alive."""
-    return not all(axis.rendezvous is None for axis in AXES.get())
+    return any(axis.rendezvous is not None for axis in AXES.get())
 
 
 def starts() -> list[Tensor]:

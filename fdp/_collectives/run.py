@@ -118,7 +118,7 @@ def _run_apart(
         return "", []
     wanted: list[str] = []
     repeats = mode.seed is None and slots[0].count > 1
-    go_back = bookmark(dict.fromkeys(slot.device for slot in slots)) if repeats else stay
+    go_back = bookmark({slot.device for slot in slots}) if repeats else stay
     before = WANTED.set(wanted)
     try:
         failures = _run_each(tasks, slots, mode, take, taken, go_back)

@@ -143,8 +143,10 @@ def meets(fn: Any) -> bool:
     the call they would meet in other runs than their own.
     """
     known, calls = has_met(fn), CALLS.get()
+    if calls is None:
+        return known
     rendezvous = next((axis.rendezvous for axis in AXES.get() if axis.rendezvous is not None), None)
-    if rendezvous is None or calls is None:
+    if rendezvous is None:
         return known
     calls.count += 1
     return rendezvous.known.setdefault((*calls.path, calls.count), known)

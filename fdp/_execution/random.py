@@ -172,7 +172,9 @@ def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:
     is_shared = is_beside_others() and (participant is None or not participant.belongings)
     if is_shared or torch_private.len_torch_dispatch_stack() or _is_capturing(devices):
         return stay
-    generators = [torch.default_generator, *(each for device in devices for each in _on_accelerator(device))]
+    generators = [torch.default_generator]
+    for device in devices:
+        generators += _on_accelerator(device)
     before = _states(generators)
     if not before:
         return stay
@@ -193,9 +195,10 @@ def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     states: list[torch.Tensor] = []
     read = partial(states.__iadd__, map(torch.Generator.get_state, generators))
     steps = [read] if LENT.get() else [partial(EXCLUSIVE.lock.acquire, False), read, EXCLUSIVE.lock.release]
-    is_transformed = torch_private.is_transformed()
-    # Inside a transform a state has no memory to read.
-    with torch_private.without_transforms() if is_transformed else contextlib.nullcontext():
+    if torch_private.is_transformed():  # inside one a state has no memory to read
+        with torch_private.without_transforms():
+            all(map(operator.call, steps))
+    else:
         all(map(operator.call, steps))  # one call of C, which no interrupt comes into; it ends at what returns False
     return states
 
@@ -210,4 +213,4 @@ def _on_accelerator(device: torch.device) -> Sequence[torch.Generator]:
 
 def _is_capturing(devices: Collection[torch.device]) -> bool:
     """Whether a graph is being captured, in which nobody may ask a generator for its state."""
-    return any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing()
+    return "cuda" in [device.type for device in devices] and torch.cuda.is_current_stream_capturing()

@@ -15,6 +15,7 @@ from fdp._placement.moves import accumulator, concat, copy, is_inexact, layers, 
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
+from fdp._trees.registry import flattened
 from fdp._trees.tree import Flat, flatten, is_array, unflatten
 from fdp._trees.types import Dims, Tree
 
@@ -37,7 +38,8 @@ def join(
     """
     choices = "aux_dims" if name == "aux" else "out_dims"
     if type(dims) in (int, str) and set(map(type, shards)) == {torch.Tensor} and not torch.compiler.is_compiling():
-        return _join_tensors(shards, flatten(shards[0], name, dims, choices, where), weights, device, where, hint)
+        leaves, structure = flattened(shards[0], name)
+        return _join_tensors(shards, Flat(name, leaves, [dims], structure, []), weights, device, where, hint)
     flats = [flatten(shard, name, dims, choices, where) for shard in shards]
     for i, flat in enumerate(flats[1:], 1):
         if _structures_differ(flat.structure, flats[0].structure):
@@ -163,7 +165,7 @@ def _problem(column: Sequence[Any], flat: Flat, index: int, weights: Weights) ->
         return None if all(same_value(column[0], value) for value in column) else _differs(column, flat.path(index))
     if len(tensors) < len(column):
         return f"{flat.path(index)} is a tensor in some shards and none in others: {_values(column)}"
-    if len(tensors) > 1 and any(tensor.is_nested for tensor in tensors) and not _can_add(tensors, spec):
+    if len(tensors) > 1 and True in [tensor.is_nested for tensor in tensors] and not _can_add(tensors, spec):
         return (
             f"{flat.path(index)} is a nested tensor, which is not joined: return a padded one and its lengths, or "
             "choose 'list' (all values) or None (slot 0's value)"
@@ -209,7 +211,7 @@ def _concat_problem(tensors: Sequence[torch.Tensor], dim: int) -> str | None:
 
 
 def _reduce_problem(tensors: Sequence[torch.Tensor], spec: str, weights: Weights, flat: Flat, index: int) -> str | None:
-    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+    if len({tensor.shape for tensor in tensors}) > 1:
         return f"has shapes {_shapes(tensors)}, which have no {spec!r}: choose 0 to concatenate"
     if spec in ("max", "min") and tensors[0].is_complex():
         return f"is complex, which has no {spec!r}"
@@ -241,7 +243,7 @@ _COMPILES_COMPARISONS = torch.__version__ >= "2.13" and sys.version_info < (3, 1
 
 
 def _dtype_problem(tensors: Sequence[torch.Tensor]) -> str | None:
-    if all(tensor.dtype == tensors[0].dtype for tensor in tensors):
+    if len({tensor.dtype for tensor in tensors}) == 1:
         return None
     kinds = {tensor.dtype: i for i, tensor in reversed(list(enumerate(tensors)))}
     each = ", ".join(f"{dtype} in shard {i}" for dtype, i in sorted(kinds.items(), key=lambda kind: kind[1]))

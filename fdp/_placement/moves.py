@@ -83,11 +83,17 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype to add up in. Half precision has no room for sums: in bfloat16, 256 + 1 is 256."""
-    return torch.promote_types(dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.promote_types(dtype, torch.float32) if dtype in _HALF else dtype
+
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def promoted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the widest of their dtypes. Under autocast the dtype of a result may depend on its rows."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) < 2:
+        return list(tensors)
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in tensors]
 

@@ -134,7 +134,10 @@ def _enter(slot: Slot, call: Callable[[], Any], rendezvous: Any) -> Any:
     AXES.set((*AXES.get(), Axis(slot, rendezvous, [] if wanted is None else wanted)))
     has_grad, watcher = torch.is_grad_enabled(), ON_SHARD.get()
     try:
-        with _current_device(slot.device), stage("shard", slot.index):
+        device, named = _current_device(slot.device), stage("shard", slot.index)
+        if device is named is NOTHING and watcher is None:
+            return call()
+        with device, named:
             if watcher is None:
                 return call()
             watcher(slot, "before")

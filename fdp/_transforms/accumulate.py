@@ -2,8 +2,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
-from itertools import chain, compress, count, islice, repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -73,20 +73,23 @@ class Gradients:
         # Under another name, for the log of transfers.
         self._flats = [Flat(f"grad of {flat.name}", *flat[1:]) for flat in flats]
         self._plan, self._device = plan, device
-        self._whole = [_are_whole(flat) for flat in flats]
+        # Where all leaves are whole: what the gradient of each usually is.
+        self._whole = [_homes(flat, device) if _are_whole(flat) else None for flat in flats]
         # Of what is split, the part of every shard; of what is whole, the sum so far. Where all leaves are whole, the
         # sums of all of them are one list.
         self._parts: list[list[Any]] = [
-            [None] * len(flat.leaves) if whole else [_empty(*pair, plan) for pair in zip(*flat[1:3], strict=True)]
-            for flat, whole in zip(flats, self._whole, strict=True)
+            [None] * len(flat.leaves)
+            if homes is not None
+            else [_empty(*pair, plan) for pair in zip(flat.leaves, flat.specs, strict=True)]
+            for flat, homes in zip(flats, self._whole, strict=True)
         ]
 
     @staged("reduce")
     def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
-        for flat, whole, all_parts, grad, arg in zip(self._flats, self._whole, self._parts, grads, args, strict=True):
-            if whole:
-                self._add_whole(flat, all_parts, grad)
+        for flat, homes, all_parts, grad, arg in zip(self._flats, self._whole, self._parts, grads, args, strict=True):
+            if homes is not None:
+                self._add_whole(flat, homes, all_parts, grad)
                 continue
             rest, values = iter(grad), leaves_up_to(flat.structure, arg)
             columns = zip(flat.leaves, flat.specs, all_parts, values, strict=True)
@@ -107,27 +110,27 @@ class Gradients:
                     found = islice(rest, len(inner.leaves))
                     parts[shard] = unflatten(inner.structure, map(_filled, found, inner.leaves))
 
-    def _add_whole(self, flat: Flat, sums: list[Grad], grads: Sequence[Grad]) -> None:
+    def _add_whole(self, flat: Flat, homes: list[Any], sums: list[Grad], grads: Sequence[Grad]) -> None:
         """Add to the sum of each tensor: to small ones all in one call."""
-        every = range(len(grads))
-        has_sums = type(None) not in map(type, sums)  # an `in` of the tensors would compare them
-        is_plain = has_sums and not (torch.compiler.is_compiling() or torch_private.is_transformed())
-        small = list(map(_is_small, flat.leaves, sums, grads)) if is_plain else [False] * len(grads)
-        if True in small:
-            added = torch_private.foreach_add(list(compress(sums, small)), list(compress(grads, small)))
-            for i, total in zip(compress(every, small), added, strict=True):
-                sums[i] = total
-        if False in small:
-            for i in compress(every, map(operator.not_, small)):
-                self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
+        left: Iterable[int] = range(len(grads))
+        if _are(homes, grads):
+            if type(None) in map(type, sums):  # an `in` of the tensors would compare them
+                left = [i for i in left if sums[i] is not None]
+                sums[:] = [grad if total is None else total for total, grad in zip(sums, grads, strict=True)]
+            elif _are(homes, sums):
+                small = [i for i in left if flat.leaves[i].nbytes < LARGE]
+                added = torch_private.foreach_add([sums[i] for i in small], [grads[i] for i in small]) if small else ()
+                for i, total in zip(small, added, strict=True):
+                    sums[i] = total
+                left = () if len(small) == len(grads) else [i for i in left if flat.leaves[i].nbytes >= LARGE]
+        for i in left:
+            self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
 
     def sums(self) -> list[torch.Tensor]:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
         for held, i, home in self._held():
             wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
-            held[i] = (
-                torch.zeros_like(home, dtype=wide, device=self._device) if held[i] is None else held[i].to(wide)
-            )
+            held[i] = torch.zeros_like(home, dtype=wide, device=self._device) if held[i] is None else held[i].to(wide)
         return [held[i] for held, i, _ in self._held()]
 
     def zeros(self) -> list[torch.Tensor]:
@@ -145,8 +148,8 @@ class Gradients:
 
     def _held(self) -> Iterator[tuple[list[Any], int, torch.Tensor]]:
         """The sums, each with where it is held, and the tensor that it belongs to."""
-        for flat, whole, all_parts in zip(self._flats, self._whole, self._parts, strict=True):
-            if whole:
+        for flat, homes, all_parts in zip(self._flats, self._whole, self._parts, strict=True):
+            if homes is not None:
                 yield from ((all_parts, i, leaf) for i, leaf in enumerate(flat.leaves))
                 continue
             for leaf, spec, parts in zip(flat.leaves, flat.specs, all_parts, strict=True):
@@ -161,8 +164,10 @@ class Gradients:
     def finish(self) -> list[Tree]:
         """The gradient of each argument: a tree like it, zeros where it is not used."""
         found = []
-        for flat, whole, parts in zip(self._flats, self._whole, self._parts, strict=True):
-            if whole:
+        for flat, homes, parts in zip(self._flats, self._whole, self._parts, strict=True):
+            if homes is not None and _are(homes, parts):
+                leaves = parts
+            elif homes is not None:
                 leaves = map(self._home, map(_filled, parts, flat.leaves), flat.leaves, repeat(flat), count())
             else:
                 leaves = [self._joined(flat, i, part) for i, part in enumerate(parts)]
@@ -219,16 +224,26 @@ def _are_whole(flat: Flat) -> bool:
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _is_small(leaf: Any, total: Any, grad: Any) -> bool:
-    """Whether a sum is one of many on one device and in one dtype, and too small to be worth doing in place."""
-    return (
-        type(leaf) is type(total) is type(grad) is torch.Tensor
-        and grad.dtype is total.dtype is leaf.dtype is accumulator(total.dtype)
-        and grad.device == total.device
-        and grad.layout is total.layout is torch.strided
-        and total.nbytes < LARGE
-        and not (grad.requires_grad or total.requires_grad)
-    )
+def _homes(flat: Flat, device: torch.device | None) -> list[Any]:
+    """Of each leaf, what its gradient is if it is dense and has no graph; None where a sum is in another dtype."""
+    return [
+        (leaf.dtype, device or leaf.device, torch.strided, False) if accumulator(leaf.dtype) is leaf.dtype else None
+        for leaf in flat.leaves
+    ]
+
+
+def _are(homes: list[Any], grads: Sequence[Grad]) -> bool:
+    """Whether all gradients are there, and as is usual."""
+    if torch.compiler.is_compiling() or torch_private.is_transformed():
+        return False
+    try:
+        return list(map(_home_of, grads)) == homes and _PLAIN.issuperset(map(type, grads))
+    except AttributeError:  # one is None
+        return False
+
+
+_home_of: Any = operator.attrgetter("dtype", "device", "layout", "requires_grad")
+_PLAIN = frozenset({torch.Tensor})
 
 
 def _empty(leaf: Any, spec: Any, plan: Partition) -> list[None]:

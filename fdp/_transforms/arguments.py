@@ -50,6 +50,8 @@ def positional_args(args: tuple[Tree, ...], in_dims: Dims, name: str, where: str
 
 def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str, Arg]:
     """Keyword arguments with one spec for all, or a dict that may leave out names, which are then split along 0."""
+    if type(kwargs) is dict and not kwargs and type(dims) is not dict:  # most calls have none
+        return {}
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"{where}: kwargs must be a mapping of names to values, got {type(kwargs).__name__}")
     if wrong := [name for name in kwargs if not isinstance(name, str)]:

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +59,7 @@ class Differentiation:
     executor: Executor = "auto"
     seed: int | None = None
     axis_name: str = "data"
+    _options: Options = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_function(self.fn, self.where)
@@ -79,6 +80,9 @@ class Differentiation:
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
+        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        how = self.weights, self.executor, self.seed, self.axis_name
+        object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
         @functools.wraps(self.fn, updated=())  # not fn.out_dims: that is about the loss
@@ -101,15 +105,13 @@ class Differentiation:
         positions = self._positions(len(args))
         in_dims = self.in_dims
         if in_dims is AUTO:
-            in_dims = tuple(None if i in positions else 0 for i in range(len(args)))
+            in_dims = tuple([None if i in positions else 0 for i in range(len(args))])
         target = None if self.output_device is None else as_device(self.output_device, where)
-        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
-        seed, axis_name = self.seed, self.axis_name
         call = bind(
             self.fn,
             positional_args(args, in_dims, "args", where),
             keyword_args(kwargs, self.kwarg_dims, where),
-            Options(where, self.devices, self.output_device, self.weights, self.executor, seed, axis_name, same),
+            self._options,
             self.microbatches,
         )
         outs: list[Any] = [None] * len(call.partition.slots)
@@ -151,6 +153,8 @@ class Differentiation:
         return loss, Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
 
     def _positions(self, n_args: int) -> tuple[int, ...]:
+        if type(self.argnums) is int and 0 <= self.argnums < n_args:
+            return (self.argnums,)
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if any(not -n_args <= i < n_args for i in numbers):
             raise ValueError(f"{self.where}: argnums is {self.argnums}, but there are {n_args} positional arguments")
@@ -258,8 +262,7 @@ class Differentiation:
         return joint(self.where, [found], [share()], create_graph)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
 
     own: Sequence[float]

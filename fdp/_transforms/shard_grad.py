@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from fdp._execution.returned import noting
 from fdp._placement.moves import layers
 from fdp._transforms.call import Shard, call_shard
 from fdp._trees import torch_private
+from fdp._trees.registry import flattened
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Function, Tree
 
@@ -41,6 +41,8 @@ class Inputs(NamedTuple):
 
     def cut(self, leaves: Iterable[Any]) -> list[list[Any]]:
         """A list for all arguments, as one for each."""
+        if len(self.structures) == 1:
+            return [list(leaves)]
         rest = iter(leaves)
         return [list(islice(rest, structure.num_leaves)) for structure in self.structures]
 
@@ -134,36 +136,33 @@ def joint(
     graph = bool(create_graph)
     if create_graph is None:
         graph = torch.is_grad_enabled() and any(map(_reaches_outside, forwards))
-    grads: list[list[Any]] = [[None] * len(forward.aliases) for forward in forwards]
     roots: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
     live = []
-    for i, ((out, aliases, _, anchor), seed) in enumerate(zip(forwards, seeds, strict=True)):
+    for (out, aliases, _, anchor), seed in zip(forwards, seeds, strict=True):
         ends = anchor.ends()
         counts = seed != 0 and out.loss.requires_grad
-        if not ends and not (counts and aliases):
+        live.append(bool(ends or (counts and aliases)))
+        if not live[-1]:
             continue
-        live.append(i)
         if counts:
             roots.append(out.loss)
             given.append(torch.full_like(out.loss, seed))
         roots += ends
         given += map(torch.zeros_like, ends)
-        inputs += aliases if anchor.start is None else [*aliases, anchor.start]
-    if live:
-        found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph))
-        for i in live:
-            grads[i] = list(islice(found, len(forwards[i].aliases)))
-            deque(islice(found, forwards[i].anchor.start is not None), 0)
-    outs = [forward.out for forward in forwards]
-    if not graph:  # without one the gradients are detached as they are
-        outs = [Out(loss.detach(), _detached(aux, where), buffers) for loss, aux, buffers in outs]
+        inputs += aliases if anchor.start is None else (*aliases, anchor.start)
+    found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph) if inputs else ())
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
-    return [
-        ShardResult(out, f.inputs.cut(g), f.aliases if graph else ())
-        for f, out, g in zip(forwards, outs, grads, strict=True)
-    ]
+    results = []
+    for is_live, (out, aliases, own, anchor) in zip(live, forwards, strict=True):
+        grads = list(islice(found, len(aliases))) if is_live else [None] * len(aliases)
+        if is_live and anchor.start is not None:
+            next(found)
+        if not graph:  # without one the gradients are detached as they are
+            out = Out(out.loss.detach(), _detached(out.aux, where), out.buffers)
+        results.append(ShardResult(out, own.cut(grads), aliases if graph else ()))
+    return results
 
 
 def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | None = None) -> Forward:
@@ -233,8 +232,11 @@ def _is_differentiated(tensor: torch.Tensor) -> bool:
 
 def inputs_of(problem: Problem, shard: Shard) -> Inputs:
     """What a shard is differentiated in."""
-    flats = [flatten(shard.args[i], f"args[{i}]") for i in problem.argnums]
-    return Inputs([leaf for flat in flats for leaf in flat.leaves], [flat.structure for flat in flats])
+    if len(problem.argnums) == 1:
+        leaves, structure = flattened(shard.args[problem.argnums[0]], "an argument")
+        return Inputs(leaves, [structure])
+    found = [flattened(shard.args[i], "an argument") for i in problem.argnums]
+    return Inputs(list(chain.from_iterable(leaves for leaves, _ in found)), [structure for _, structure in found])
 
 
 def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
@@ -278,7 +280,8 @@ def _kind(value: Any) -> str:
 
 def _reaches_outside(forward: Forward) -> bool:
     """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
-    return forward.anchor.is_passed((forward.out.loss, *tensors_in(forward.out.aux)))
+    out = forward.out
+    return forward.anchor.is_passed((out.loss,) if out.aux is None else (out.loss, *tensors_in(out.aux)))
 
 
 def _detached(aux: Tree, where: str) -> Tree:

@@ -29,6 +29,8 @@ def staged(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not profiler._is_profiler_enabled:
+                return fn(*args, **kwargs)
             with stage(name):
                 return fn(*args, **kwargs)
 

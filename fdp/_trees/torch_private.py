@@ -150,7 +150,11 @@ _run_backward = _use("torch.autograd.graph._engine_run_backward", "gradients of 
 
 
 def gradients(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, create_graph: bool
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    *,
+    create_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     """What `torch.autograd.grad` returns with `allow_unused`, without its questions if these are plain tensors."""
     if len_torch_function_stack() or not _PLAIN.issuperset(map(type, (*outputs, *inputs))):

@@ -38,6 +38,8 @@ class Skeleton:
         self.reset()
         boxes = [*walk.states, *(box for box in walk.registries if box.seen), *walk.containers]
         self._parts = [*self._clones, *(box.own for box in boxes)]
+        self._marks: dict[str, Any] = {}
+        self.has_buffers = any(kind == "_buffers" and box.seen for _, kind, box in self._registries)
         del walk, boxes
         self._counts = list(map(sys.getrefcount, self._parts))
 
@@ -71,9 +73,15 @@ class Skeleton:
         """Each module inside the module, itself first, and its clone."""
         return list(zip([module, *self._children], self._clones, strict=False))  # no clone of a scripted module
 
-    def states(self) -> list[dict[str, Any]]:
-        """The `__dict__` of each module of the clone."""
-        return list(map(vars, self._clones))
+    def has(self, kind: type[nn.Module]) -> bool:
+        """Whether there is a module of a class inside."""
+        return any(issubclass(each, kind) for each in self._kinds)
+
+    def mark(self, marks: dict[str, Any]) -> None:
+        """Have these attributes in each module of the clone, in this call and later ones."""
+        if self._marks is not marks:
+            self._marks = marks
+            self.contents.mark(marks)
 
     def versions(self) -> dict[str, int]:
         """How often each tensor that is neither a parameter nor a buffer was written in place, by its path."""

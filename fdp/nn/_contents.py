@@ -36,6 +36,19 @@ class Contents:
         self._blank = sorted((box.own for box in self._empty), key=id)
         self._attributes, self._idle = [box.own for box in walk.states], _Dicts([box.idle for box in walk.states])
         self._own, self._quiet = [box.own for box in self._registries], [box.idle for box in self._registries]
+        self._marks: dict[str, Any] = {}
+
+    def mark(self, marks: dict[str, Any]) -> None:
+        """Have these attributes in each module of the clone, now and after each `reset`."""
+        self._marks = marks
+        for box in self._states:
+            box.idle.update(marks)
+            box.own.update(marks)
+        self._idle.renew()
+
+    def can_be_filled(self) -> bool:
+        """Whether there are lists, dicts or sets that a forward may put something into."""
+        return any(not _is_of_parameters(box) for box in self._containers)
 
     def are_current(self) -> bool:
         """Whether the module's are as they were."""
@@ -46,6 +59,11 @@ class Contents:
         """Have in the clone what is new in the module's: before and now by path, None if a clone cannot follow."""
         if any(self._nothing) or not all(same(box.original, box.seen) for box in self._secondary):
             return None
+        for box in self._states:
+            if not self._marks.keys().isdisjoint(box.seen):  # it has such attributes itself
+                return None
+            for key in self._marks:
+                del box.idle[key]
         changes: dict[str, tuple[Any, Any]] = {}
         for box in self._states + self._registries + self._full:
             if same(box.original, box.seen):
@@ -56,7 +74,7 @@ class Contents:
             changes[box.path] = box.seen.copy(), now
             _follow(box, now, {})
         self._seen.renew()
-        self._idle.renew()
+        self.mark(self._marks)
         return changes
 
     def restore(self) -> None:

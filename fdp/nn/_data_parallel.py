@@ -4,13 +4,13 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast, final
 
 import torch
 from torch import nn
 
 from fdp._collectives.run import Mode, check_options
-from fdp._execution.function_traits import has_met, mark
+from fdp._execution.function_traits import Safe, has_met
 from fdp._execution.random import bookmark, stay
 from fdp._execution.restart import Again
 from fdp._placement.devices import as_devices, warn_of_imbalance
@@ -23,7 +23,6 @@ from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
 from fdp.nn._replicas import Loan, current_loan, lending
 from fdp.nn._replicate import replicate
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
-from fdp.nn._sync_batch_norm import SyncBatchNorm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -165,7 +164,8 @@ class DataParallel(nn.Module, Generic[M]):
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
             outputs: Any = None
-            go_back = stay if self._fills else bookmark(dict.fromkeys(self._devices))
+            is_known = self._fills or not loan.can_be_filled
+            go_back = stay if is_known else bookmark(dict.fromkeys(self._devices))
             try:
                 outputs = self.parallel_apply(replicas, args, keywords)
             except Again as need:  # forward calls a collective, or fills a list, which was not known
@@ -207,17 +207,15 @@ class DataParallel(nn.Module, Generic[M]):
         sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
         in_order = self._fills or loan.begins_in_order or not loan.may_use_threads(replicas)
         executor = "sequential" if in_order else self._executor
-        own = functools.partial(self.module)
-        mark(own)
-        meets = any(isinstance(part, SyncBatchNorm) for part in self.module.modules())
-        mode = Mode(executor, None, own, effects=meets, stays=True, apart=not loan.is_taken_back)
+        own = _Known(self.module)
+        mode = Mode(executor, None, own, effects=loan.meets, stays=True, apart=not loan.is_taken_back)
         if executor == "sequential":
             outputs = run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
             self._fills = loan.have_filled(replicas)
             return outputs
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
         if loan.have_filled(replicas):
-            if mode.apart and not (meets or has_met(own)):
+            if mode.apart and not (loan.meets or has_met(own)):
                 self._fills = loan.begins_in_order = True  # each is to find what those before it have put there
                 raise Again("")
             loan.merge(replicas)  # slots that meet are all alive at once
@@ -252,6 +250,11 @@ class DataParallel(nn.Module, Generic[M]):
         if self.output_device == index_of(self.src_device_obj):
             return output
         return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
+
+
+@final
+class _Known(functools.partial[Any], Safe):
+    """What the runs of a module are remembered by. Its replicas may run in threads."""
 
 
 def data_parallel(

@@ -19,7 +19,7 @@ from fdp.nn._bound_clone import Skeleton
 
 Tensors: TypeAlias = dict[str, Tensor]
 
-_POOLS: dict[int, tuple[weakref.ref[nn.Module], list[Skeleton]]] = {}
+_POOLS: dict[int, tuple[weakref.ref[nn.Module], tuple[list[Skeleton], list[Skeleton]]]] = {}
 
 
 @stand_in_for_functional_call
@@ -172,18 +172,18 @@ def forget(modules: frozenset[int]) -> None:
             torch_private.parametrize_cache().pop(key, None)
 
 
-def pool_of(module: nn.Module) -> list[Skeleton]:
-    """The skeletons of functional_call, which go when the module goes."""
+def pool_of(module: nn.Module, *, of_replicas: bool = False) -> list[Skeleton]:
+    """The skeletons of functional_call, or those that are replicas. They go when the module goes."""
     key = id(module)
     entry = _POOLS.get(key)
     if entry is None or entry[0]() is not module:
-        entry = _POOLS[key] = (weakref.ref(module, lambda _: _POOLS.pop(key, None)), [])
-    return entry[1]
+        entry = _POOLS[key] = (weakref.ref(module, lambda _: _POOLS.pop(key, None)), ([], []))
+    return entry[1][of_replicas]
 
 
-def keep(skeleton: Skeleton, module: nn.Module) -> None:
+def keep(skeleton: Skeleton, module: nn.Module, *, of_replicas: bool = False) -> None:
     if not skeleton.cyclic:
-        pool_of(module).append(skeleton)
+        pool_of(module, of_replicas=of_replicas).append(skeleton)
 
 
 def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:

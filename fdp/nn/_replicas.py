@@ -15,7 +15,8 @@ from fdp.nn._bound_clone import Skeleton
 from fdp.nn._buffers import Buffer, is_same, write, write_first, write_means
 from fdp.nn._copies import Tensors, copies_of, kept_copies
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
-from fdp.nn._replicate import as_replica, check_replicable, has_scripts, named_tensors, shallow
+from fdp.nn._replicate import OF_REPLICAS, check_replicable, has_scripts, named_tensors, shallow
+from fdp.nn._sync_batch_norm import SyncBatchNorm
 
 
 @final
@@ -63,7 +64,7 @@ class Replica:
         self.skeleton = made if isinstance(made, Skeleton) else None
         if isinstance(made, Skeleton):
             made.slots.bind({**params, **copies})
-            as_replica(made)
+            made.mark(OF_REPLICAS)
             self.root = made.root
         else:
             tensors = {**params, **copies}
@@ -105,7 +106,7 @@ class Replica:
         skeleton = self.skeleton
         del self.root, self.skeleton, self._copies
         if skeleton is not None and not is_held(skeleton):
-            keep(clear(skeleton), self._module)
+            keep(clear(skeleton), self._module, of_replicas=True)
 
 
 class Loan:
@@ -117,9 +118,12 @@ class Loan:
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
         self.is_taken_back = False  # a forward begins anew
         self.begins_in_order = False  # because it fills containers; calls in other threads do not change that
-        first = take(pool_of(module), module)
+        first = take(pool_of(module, of_replicas=True), module)
         self._spare = [first]
         self._ids = first.original_ids
+        parts = module.modules()
+        self.meets = first.has(SyncBatchNorm) if first.trusted else any(isinstance(p, SyncBatchNorm) for p in parts)
+        self.can_be_filled, self._has_buffers = first.contents.can_be_filled(), first.has_buffers or not first.trusted
         self._has_clones = first.trusted and not torch_private.has_any_global_hook()
         own = first.slots.own() if first.trusted else named_tensors(module)
         self.params = {name: own[name] for name in first.slots.params}
@@ -128,7 +132,7 @@ class Loan:
     def replicate(self, devices: tuple[torch.device, ...]) -> list[nn.Module]:
         """A replica for each device."""
         tensors = [*self.params.values(), *self.buffers.values()]
-        check_replicable(self.module, tensors)
+        check_replicable(self.module, tensors, may_have_scripts=not self._has_clones)
         self._device = next((tensor.device for tensor in tensors), devices[0])
         self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
         made: list[nn.Module] = []
@@ -150,7 +154,8 @@ class Loan:
 
     def _take(self) -> Skeleton | frozenset[int]:
         if self._has_clones:
-            skeleton = self._spare.pop() if self._spare else take(pool_of(self.module), self.module)
+            spare, pool = self._spare, pool_of(self.module, of_replicas=True)
+            skeleton = spare.pop() if spare else take(pool, self.module)
             if skeleton.trusted:
                 return skeleton
             self._has_clones = False  # something has changed since the first
@@ -186,13 +191,13 @@ class Loan:
                     "own scatter has split. Call those of the superclass, or pass buffers='first'"
                 )
             write_means(lent, self._given, weights, self._device, where)
-        elif id(replicas[0]) in self._replicas:  # else somebody else's, who shares buffers or does not
+        elif self._has_buffers and id(replicas[0]) in self._replicas:  # else somebody else's, who shares them or not
             write_first(lent[0], self._device)
 
     def end(self) -> None:
         """Let go of everything."""
         while self._spare:
-            keep(self._spare.pop(), self.module)
+            keep(self._spare.pop(), self.module, of_replicas=True)
         while self._replicas:
             self._replicas.popitem()[1].end()
 

@@ -58,7 +58,7 @@ def _replica(module: M, tensors: Tensors) -> M:
     if skeleton is None or not skeleton.trusted:
         return shallow(module, tensors)
     skeleton.slots.bind(tensors)
-    as_replica(skeleton)
+    skeleton.mark(OF_REPLICAS)
     root: Any = skeleton.root
     return root
 
@@ -68,14 +68,14 @@ def named_tensors(module: nn.Module) -> Tensors:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def check_replicable(module: nn.Module, tensors: Iterable[Tensor]) -> None:
+def check_replicable(module: nn.Module, tensors: Iterable[Tensor], *, may_have_scripts: bool = True) -> None:
     """What cannot be replicated; the messages are torch's."""
     if any(map(is_lazy, tensors)):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
             "correctly initialize the modules"
         )
-    for script in filter(_is_script, module.modules()):
+    for script in filter(_is_script, module.modules()) if may_have_scripts else ():
         if not all(map(_is_script, script.modules())):
             raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
 
@@ -89,19 +89,13 @@ def _is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def as_replica(skeleton: Skeleton) -> None:
-    """Have the modules of a clone know that they are replicas."""
-    for state in skeleton.states():
-        state.update(_OF_REPLICAS)
-
-
 def _zero_grad(set_to_none: bool = True) -> None:
     nn.Module.zero_grad(_REPLICA, set_to_none)  # torch's own warning, and nothing to clear
 
 
 _REPLICA = nn.Module()
 _REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
-_OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
+OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
 
 
 def shallow(module: M, tensors: Tensors) -> M:

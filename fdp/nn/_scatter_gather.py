@@ -189,6 +189,9 @@ def _split(
     if len(plans) > 1:
         plan = next(iter(plans.values()))._replace(sizes=None)
         return [place(flat, plan, memo, plans) for flat in flats], plan
+    if plans:
+        [plan] = plans.values()
+        return [place(flat, plan, memo) for flat in flats], plan
     _, plan = plan_args(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
     rows = None if plan.sizes is None else sum(plan.sizes)
     plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)

@@ -33,6 +33,8 @@ class _StorePlace:
 
 def without_stores(outputs: Sequence[Tree], device: torch.device, dim: int, where: str) -> tuple[list[Tree], list[Any]]:
     """The outputs with a place in place of each store, and the joined stores."""
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return list(outputs), []
     found: list[list[Any]] = [[] for _ in outputs]
 
     def mark(leaf: Any, own: list[Any]) -> Any:

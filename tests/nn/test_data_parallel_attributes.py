@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdp import DataParallel
+from fdp import DataParallel, functional_call
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
@@ -256,3 +256,24 @@ def test_a_module_that_was_called_in_place_has_its_own_tensors_again(kind: type[
     with many_cores(), pytest.raises(kind, match="stop"):
         DataParallel(model, TWO, executor=executor)(numbers(4, 3))
     assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+
+
+class SaysWhatItIs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        return x * self.scale + getattr(self, "_is_replica", 0)
+
+
+def test_replicas_of_a_changed_module_are_replicas():
+    module, x = SaysWhatItIs(), torch.arange(3.0)
+    model = DataParallel(module, ["cpu"] * 2)
+    for scale in (1.0, 2.0, 3.0):
+        module.scale = scale
+        assert model(x).tolist() == (x * scale + 1).tolist()
+        assert functional_call(module, {}, x).tolist() == (x * scale).tolist()
+    module._is_replica = 5
+    assert model(x).tolist() == (x * 3 + 1).tolist()
+    assert functional_call(module, {}, x).tolist() == (x * 3 + 5).tolist()

@@ -18,6 +18,7 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from fdp._trees import torch_private
 from fdp._trees.containers import NAMESPACE, Packed, Refusal, node_functions, refusal
 from fdp._trees.listing import listed
 from fdp._trees.types import Tree
@@ -101,6 +102,8 @@ def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTr
 
 def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optree.tree_flatten) -> Any:
     """What optree makes of a tree, or an error that says where it has no end."""
+    if torch.compiler.is_compiling():
+        _trace_dicts()
     try:
         return by(tree, namespace=NAMESPACE)
     except RecursionError:
@@ -110,6 +113,11 @@ def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optr
         path, outer, kind = place
         problem = f"{path} is {outer} again, a {kind} that contains itself. A tree must have an end: leave it out"
     raise ValueError(problem) if name is None else TreeValueError(problem)
+
+
+@constant_while_compiling
+def _trace_dicts() -> None:
+    torch_private.trace_dicts()
 
 
 def _inside_itself(tree: Tree, name: str) -> tuple[str, str, str] | None:

@@ -232,6 +232,19 @@ set_code_exec_strategy = _use("torch._C._dynamo.eval_frame.set_code_exec_strateg
 FrameExecStrategy = _use("torch._C._dynamo.eval_frame._FrameExecStrategy", _SKIP)
 FrameAction = _use("torch._C._dynamo.eval_frame._FrameAction", _SKIP)
 
+USED.append(Private("torch._dynamo.polyfills.pytree", "dicts without tensors, in a graph", SEEN))  # it is imported late
+
+
+def trace_dicts() -> None:
+    """Have the compiler trace how any dict is taken apart and put together; for use while it compiles.
+
+    One without tensors is a constant, for which it calls optree instead, and has no way to hold what optree returns.
+    """
+    pytree = sys.modules["torch._dynamo.polyfills.pytree"]
+    for name in ("dict_flatten", "dict_unflatten"):
+        if hasattr(pytree, name):
+            vars(getattr(pytree, name))["__torch_dynamo_can_constant_fold_through__"] = False
+
 
 def graph_break(why: str) -> None:
     """End a graph here while compiling."""

@@ -12,7 +12,7 @@ from fdp.nn._clone import Box, Walk, is_setting, refill, same, translate
 from fdp.nn._merge import merge
 from fdp.nn._reachable import ATOMS, content
 
-_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})  # recurrent modules make them of what is bound
+OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")  # recurrent modules make them of what is bound
 
 
 @final
@@ -158,7 +158,7 @@ class _Dicts:
 
 
 def _is_of_parameters(box: Box) -> bool:
-    return box.path.rpartition(".")[2] in _OF_PARAMETERS
+    return box.path.rpartition(".")[2] in OF_PARAMETERS
 
 
 def _follow(box: Box, now: Any, clones: Mapping[int, Any]) -> None:
@@ -173,7 +173,7 @@ def _carry(held: Any, table: Mapping[int, Any], before: Any, after: Any) -> Any:
     if not isinstance(held, dict):
         parts = [translate(value, table) for value in held]
         return set(parts) if isinstance(held, set) else parts
-    skipped = {key: after[key] for key in _OF_PARAMETERS if key in after}
+    skipped = {key: after[key] for key in OF_PARAMETERS if key in after}
     return {translate(key, table): translate(value, table) for key, value in held.items()} | skipped
 
 

@@ -16,6 +16,7 @@ from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
 from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
+from fdp.nn._contents import OF_PARAMETERS
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
 
 State: TypeAlias = tuple[Tensors, Tensors]
@@ -110,7 +111,11 @@ def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: An
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     weights = [part.weight for part in embeddings if part.max_norm is not None]
     bound = _with_copies(params, buffers, [name for name, p in own.items() if any(p is weight for weight in weights)])
+    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    kept = [(part, name, getattr(part, name)) for part in recurrent for name in OF_PARAMETERS if hasattr(part, name)]
     out = torch.func.functional_call(module, bound, args, kwargs)
+    for part, name, value in kept:  # else they are those of this call, and the next would be compiled anew
+        setattr(part, name, value)
     return out, {name: bound[name] for name in buffers}
 
 

@@ -6,6 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, Self
 
 import torch
@@ -13,17 +14,21 @@ import torch
 import fdp
 
 LIMIT = 60.0  # seconds that a function may take before the pool is ended
-PRELOADED = ["fdp", "hypothesis", "pytest", "torch._decomp.decompositions_for_jvp"]  # once, and not in each process
 PATIENCE = 8.0  # seconds that a process waits for the others
+
+
+def prepared() -> ForkServerContext:
+    """Where processes come from that have imported everything already: there is one server of them for all tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.imported"])
+    return context
 
 
 class Pool:
     """`pool(fn, slots)` runs `fn(mesh)` in each process, with so many slots in each, and returns what each returned."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self.count, self._context = count, context
+        self.count, self._context = count, prepared()
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, fn: Callable[..., Any], slots: int | tuple[int, ...] = 1, *args: Any) -> list[Any]:

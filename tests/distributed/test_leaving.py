@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import torch
 
 import fdp
 from fdp.distributed import init, launch
+from tests.distributed.pool import prepared
 
 LIMIT = 60.0  # seconds after which a process is killed
 FOREVER = 600.0  # that processes wait for each other: longer than anybody waits here
@@ -25,8 +25,7 @@ FOREVER = 600.0  # that processes wait for each other: longer than anybody waits
 
 def exits(work: Callable[[], None], count: int = 2) -> list[int | None]:
     """How processes end that run a function, and then all that Python does at the end of a program."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fdp"])
+    context = prepared()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,8 +65,9 @@ def ten_steps() -> None:
         apply_total(mesh)
 
 
-def test_a_program_that_does_not_close_the_mesh_ends_well():
-    for _ in range(2):
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.deep)])
+def test_a_program_that_does_not_close_the_mesh_ends_well(times: int):
+    for _ in range(times):
         assert exits(ten_steps) == [0, 0]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import within
 
@@ -209,6 +210,7 @@ def test_nested(output: int, slot: int, inner_executor: Any, executor: Any):
     assert_close_tree(found, derivatives(lambda w, x: [of_blocks(w, x)[output][slot]], x=x, order=2))
 
 
+@few()
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("fewer", range(1, 16, 2))
 def test_nested_where_other_threads_have_made_fewer_nodes(slot: int, fewer: int):

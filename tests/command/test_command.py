@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 import time
 import tomllib
@@ -17,22 +16,11 @@ import torch
 import fdp
 from fdp.__main__ import main
 from fdp._command import _balance, _copies, _hardware, _loopback, _results, _versions
+from tests.common.programs import run_program
 from tests.common.threads import many_cores
 
 ROOT = Path(__file__).parents[2]
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
-    )
 
 
 def command(*arguments: str) -> int:
@@ -79,7 +67,7 @@ def test_module_runs_and_the_package_does_not_import_it():
         "print([name for name in sys.modules if name.startswith(('fdp._command', 'rich'))])\n"
         "runpy.run_module('fdp', run_name='__main__')"
     )
-    done = python("-c", code)
+    done = run_program(code)
     assert done.returncode == 2
     assert done.stdout.startswith("[]\nusage: python -m fdp")
 

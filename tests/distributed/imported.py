@@ -1,13 +1,10 @@
 """What the processes of these tests need: imported once, and not in each of them."""
 
 import gc
+import importlib
 
-import hypothesis as hypothesis
-import pytest as pytest
-import torch._decomp.decompositions_for_jvp
-import torch._dynamo  # which the first torch.func.grad imports, for a second
-
-import fdp as fdp
-
+# The first torch.func.grad imports the compiler.
+for name in ("fdp", "hypothesis", "pytest", "torch._decomp.decompositions_for_jvp", "torch._dynamo"):
+    importlib.import_module(name)
 gc.collect()
 gc.freeze()  # no process changes these pages by looking for garbage, so that they are not copied

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.common import depth
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
@@ -152,6 +153,7 @@ def side_by_side(seat: Seat, executor: Any, microbatches: int, outside: bool) ->
     return {"whole": (found[0], mapped)}
 
 
+@depth.few(2)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("executor", ["auto", "threads"])

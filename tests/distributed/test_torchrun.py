@@ -167,13 +167,15 @@ def killed(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out, losses(directory / "losses"))
 
 
-def test_the_same_losses_at_three_scales(example: Any, one: list[float], tmp_path: Path):
-    options = ["--epochs", "3", "--losses"]
+def test_the_same_losses_at_three_scales(example: Any, tmp_path: Path):
+    options = ["--epochs", "1", "--losses"]
     assert example.main(["--devices", "4", *options, str(tmp_path / "four")]) == 0
     two = ["--devices", "2", *options, str(tmp_path / "two")]
     assert launch(example.main, 2, two, timeout=LIMIT, start_method="fork") == [0, 0]
-    assert len(one) == 45
-    assert one[-1] < 0.1 * one[0]
+    assert example.main([*options, str(tmp_path / "one")]) == 0
+    one = losses(tmp_path / "one")
+    assert len(one) == 15
+    assert one[-1] < 0.5 * one[0]
     assert losses(tmp_path / "four") == pytest.approx(one, rel=0, abs=SAME)
     assert losses(tmp_path / "two") == pytest.approx(one, rel=0, abs=SAME)
 

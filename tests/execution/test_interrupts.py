@@ -14,7 +14,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 DEVICES = fdp.virtual_devices(3)
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [25, pytest.param(300, marks=pytest.mark.deep)])
 def test_interrupts_at_random_moments(count: int):
     """With collectives and without, under both executors, gradients, nested, and slot 0 in the main thread."""
     command = [sys.executable, str(SOAK), "--calls", "0", "--interrupts", str(count)]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fdp import functional, functional_call
-from tests.common.depth import few
+from tests.common.depth import deep, few
 from tests.nn.odd_modules import (
     BY_NAME,
     MODULES,
@@ -253,9 +253,10 @@ def test_output_that_is_computed_later():
         close(torch.stack(list(out)), nn.functional.linear(x, **params))
 
 
-@pytest.mark.parametrize(
-    "name", ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
-)
+COMPILED = ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
+
+
+@pytest.mark.parametrize("name", deep(COMPILED, ["batch norm", "plain attributes"]))
 def test_fullgraph(name):
     make, args = BY_NAME[name]
     module, inputs = seeded(make), args()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fdp
+from tests.common.depth import deep
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 QUICK = ("--epochs", "1", "--batch-size", "400")  # batches of 400, 400, 400 and 237
@@ -70,7 +71,7 @@ def test_the_last_batch_has_37_rows(digits: ModuleType):
     assert len(images) + len(test_images) == 1797
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", deep(["float32", "float64"], ["float32"]))
 @pytest.mark.usefixtures("one_thread")
 def test_main_shows_both_runs(digits: ModuleType, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     picture = tmp_path / "loss [1].png"

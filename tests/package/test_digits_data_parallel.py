@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.common.depth import deep
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_the_demo_needs() -> None:
@@ -24,7 +26,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("devices", ["1", "3", "gpu"])
+@pytest.mark.parametrize("devices", deep(["1", "3", "gpu"], ["1"]))
 def test_both_runs_agree(example: Any, devices: str, capsys: pytest.CaptureFixture[str]):
     assert example.main(["--epochs", "1", "--devices", devices]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -82,7 +82,7 @@ def _step(holder: Any, part: Any, is_namespace: bool) -> str:
             return f".{key}"
         if value is part:
             return f"[{key!r}]" if type(key) in (str, int) else f"[<{type(key).__name__}>]"
-    for name, value in _attributes(holder):
+    for name, value in attributes(holder):
         if value is part:
             return f".{name}"
     return "[...]"
@@ -97,7 +97,8 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
             yield from enumerate(kind.__iter__(holder))
 
 
-def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
+def attributes(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has under names, in its `__dict__` and its slots; no code of its class runs."""
     yield from (_namespace(holder) or {}).items()
     for cls in type(holder).__mro__:
         for name, member in vars(cls).items():

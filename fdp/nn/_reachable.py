@@ -2,15 +2,14 @@
 
 import dis
 import functools
-import gc
 import logging
 import re
 import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Container, Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fdp._trees import torch_private
+from fdp._trees.inside import attributes
 from fdp._trees.untraced import leave_alone
 
 ATOMS = frozenset(
@@ -31,10 +31,24 @@ _FIELD = type(vars(dis.Positions)["lineno"])  # what a named tuple has for each 
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, _FIELD)
 _ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)
 
-_CONTAINERS = (dict, OrderedDict, list, tuple, set, frozenset, deque)
-_KNOWN = frozenset({types.BuiltinFunctionType, types.MethodType, types.CellType, types.SimpleNamespace}) | frozenset(
-    {functools.partial, property, staticmethod, classmethod}
-)
+# What leads where in the types that are written in C; in subclasses of those with elements there may be more.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    types.BuiltinFunctionType: lambda value: (value.__self__,),
+    types.MethodType: lambda value: (value.__self__, value.__func__),
+    types.CellType: lambda value: _of_cell(value),
+    types.SimpleNamespace: lambda value: (vars(value),),
+    functools.partial: lambda value: (value.func, value.args, value.keywords, vars(value)),
+    property: lambda value: (value.fget, value.fset, value.fdel),
+    staticmethod: lambda value: (value.__func__, vars(value)),
+    classmethod: lambda value: (value.__func__, vars(value)),
+}
+_ELEMENTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    object: lambda value: (),
+    dict: lambda value: [*dict.keys(value), *dict.values(value)],
+    OrderedDict: lambda value: [*dict.keys(value), *dict.values(value)],
+    defaultdict: lambda value: [*dict.keys(value), *dict.values(value), value.default_factory],
+    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset, deque)},
+}
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 LruCache = type(functools.lru_cache(len))
@@ -69,9 +83,21 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return (vars(value),)
     if kind.__module__.partition(".")[0] == "numpy":
         return None if getattr(getattr(value, "dtype", None), "hasobject", False) else ()
-    if kind in _KNOWN or isinstance(value, _CONTAINERS) or _is_plain(kind):
-        return [*gc.get_referents(value), *members(kind)]
-    return None
+    if kind.__module__ == "torch.return_types":  # named tuples that are written in C
+        return value
+    if kind in _PARTS:
+        return _PARTS[kind](value)
+    base = next(cls for cls in kind.__mro__ if cls in _ELEMENTS or not cls.__flags__ & _MADE_BY_CLASS)
+    if base not in _ELEMENTS or not _is_plain(kind, base):
+        return None
+    return [*_ELEMENTS[base](value), *(held for _, held in attributes(value)), *members(kind)]
+
+
+def _of_cell(cell: types.CellType) -> Iterable[Any]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return ()
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any] | None:
@@ -93,13 +119,14 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inside)
 
 
-def _is_plain(kind: type) -> bool:
-    """Whether instances of a class have nothing but attributes: no base is written in C."""
-    slots = [made for cls in kind.__mro__ if vars(cls).get("__slots__") for made in vars(cls).values()]
+def _is_plain(kind: type, base: type) -> bool:
+    """Whether instances of a class have nothing but attributes beyond those of its base: no other is written in C."""
+    own = kind.__mro__[: kind.__mro__.index(base)]
+    slots = [made for cls in own if vars(cls).get("__slots__") for made in vars(cls).values()]
     words = sum(isinstance(made, types.MemberDescriptorType) for made in slots)
-    words += (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    in_python = all(cls.__flags__ & _MADE_BY_CLASS for cls in kind.__mro__[:-1])
-    return in_python and kind.__basicsize__ == object.__basicsize__ + words * tuple.__itemsize__
+    words += not base.__dictoffset__ and (kind.__dictoffset__ > 0 or bool(kind.__dictoffset__ and kind.__itemsize__))
+    words += not base.__weakrefoffset__ and kind.__weakrefoffset__ > 0
+    return kind.__basicsize__ == base.__basicsize__ + words * tuple.__itemsize__
 
 
 def members(kind: type) -> list[Any]:

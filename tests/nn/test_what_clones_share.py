@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -192,6 +192,9 @@ UNKNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "decorated function": (lambda module: torch.no_grad()(closed_over(module)), lambda held: held()),
     "slots": (lambda module: Slots(holds=[module]), lambda held: held.holds[0]),
     "named tuple": (lambda module: Pair(0, (module,)), lambda held: held.second[0]),
+    "slot of a dict": (lambda module: SlottedDict(module), lambda held: held.holds),
+    "attribute of a tuple": (lambda module: DatedTuple(module), lambda held: held.holds),
+    "factory of a dict": (lambda module: defaultdict(closed_over(module)), lambda held: held[0]),
     "user dict": (lambda module: UserDict(a=module), lambda held: held["a"]),
     "namespace": (lambda module: types.SimpleNamespace(inner={"a": module}), lambda held: held.inner["a"]),
     "class": (OfClass.holding, lambda held: held.kept[0]),
@@ -203,6 +206,22 @@ UNKNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "its registry": (lambda module: Slots(holds=vars(module)["_parameters"]), lambda held: Registry(held.holds)),
     "its attributes": (lambda module: Slots(holds=vars(module)), lambda held: Registry(held.holds["_parameters"])),
 }
+
+
+class SlottedDict(dict[str, Any]):
+    __slots__ = ("holds",)
+
+    def __init__(self, module: Any) -> None:
+        self.holds = module
+
+
+class DatedTuple(tuple[Any, ...]):
+    holds: Any
+
+    def __new__(cls, module: Any) -> Any:
+        made = super().__new__(cls, (1, 2))
+        made.holds = module
+        return made
 
 
 class Registry:

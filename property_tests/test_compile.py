@@ -14,6 +14,7 @@ from property_tests.functions import grads_of, sines, summary
 from property_tests.places import cpu_only
 from property_tests.strategies import Split, splits
 from tests.common.containers import Frozen, Point, mapped
+from tests.common.settings import fresh_compiler
 
 pytestmark = cpu_only
 # Compiling takes its time: few examples, and those that fail are not made smaller.
@@ -22,12 +23,12 @@ few = settings(max_examples=2 + settings().max_examples // 40, phases=[Phase.exp
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+    with fresh_compiler():
+        yield
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return torch.compile(function, backend="eager", fullgraph=True)
 
 

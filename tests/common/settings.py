@@ -27,6 +27,15 @@ def default_device(device: str = "meta") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet. Tracing makes very many objects, so that looking for garbage takes a fifth of the time."""
+    torch.compiler.reset()
+    with without_collector():
+        yield
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
 def without_collector() -> Iterator[None]:
     """What is freed, is freed by counting references."""
     gc.disable()

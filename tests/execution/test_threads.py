@@ -71,17 +71,19 @@ def test_no_thread_is_started_where_there_are_enough(call: Callable[..., Any], m
 
 
 class Crowd:
-    """A function that knows how many of its calls run at most at once."""
+    """A function that knows how many of its calls run at most at once, and waits until so many do."""
 
-    def __init__(self) -> None:
-        self.lock, self.running, self.most = threading.Lock(), 0, 0
+    def __init__(self, expected: int = 1) -> None:
+        self.changed, self.expected, self.running, self.most = threading.Condition(), expected, 0, 0
 
     def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        with self.lock:
+        with self.changed:
             self.running += 1
             self.most = max(self.most, self.running)
-        time.sleep(0.02)
-        with self.lock:
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most >= self.expected, 30)
+        time.sleep(0.02)  # more come, where they can
+        with self.changed:
             self.running -= 1
         return w * x
 
@@ -89,7 +91,7 @@ class Crowd:
 @pytest.mark.parametrize("cores", [1, 2, 3, 8])
 @pytest.mark.parametrize("slots", [2, 3, 7])
 def test_no_more_shards_run_than_there_are_cores(cores: int, slots: int):
-    crowd = Crowd()
+    crowd = Crowd(min(cores, slots))
     with many_cores(cores):
         CALLS["dp_apply"](crowd, slots)
     assert crowd.most == min(cores, slots)

@@ -1,7 +1,6 @@
 """torch.compile with fullgraph: what is compiled gives what it gives without, and needs no graph break."""
 
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.containers import Batch, KnownToTorch, Output, Point
 from tests.common.depth import deep
 from tests.common.numbers import numbers
+from tests.common.settings import fresh_compiler
 
 SLOTS = fdp.virtual_devices(2)  # tracing takes its time for each
 W = numbers(2)
@@ -21,11 +21,9 @@ Y = numbers(7) / 2
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    gc.disable()  # tracing makes so many objects that looking through them takes a fifth of the time
-    yield
-    gc.enable()
+def _fresh_compiler() -> Iterator[None]:
+    with fresh_compiler():
+        yield
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:

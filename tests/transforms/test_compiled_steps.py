@@ -12,6 +12,7 @@ import fdp
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import deep
 from tests.common.numbers import numbers
+from tests.common.settings import fresh_compiler
 
 SLOTS = fdp.virtual_devices(2)
 
@@ -19,10 +20,9 @@ SLOTS = fdp.virtual_devices(2)
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     before = torch._dynamo.config.allow_rnn
-    torch._dynamo.reset()
-    yield
+    with fresh_compiler():
+        yield
     torch._dynamo.config.allow_rnn = before
-    torch._dynamo.reset()
 
 
 class Encoder(nn.Module):

@@ -14,6 +14,7 @@ that (`Mode.apart`), it is the caller that begins anew: `Again`. What a function
 
 import contextlib
 import numbers
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,6 +40,7 @@ from fdp._execution.random import bookmark, seeded, stay
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
+from fdp._placement.pace import Pace
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
@@ -59,6 +61,7 @@ class Mode(NamedTuple):
     stays: bool = False  # nor where it does not fit beside others: it goes on alone
     apart: bool = False  # the call raises `Again`; if it `stays`, only where shards have run
     peers: PeerCall = ALONE_IN_CALL
+    pace: Pace | None = None  # of calls of which only the time depends on the way
 
 
 def check_options(executor: Executor, seed: int | None, where: str) -> None:
@@ -152,14 +155,29 @@ def _run_each(
     go_back: Callable[[], None],
 ) -> Failures:
     """Side by side if they can, and in order what is left."""
-    if _why_in_order(mode, len(tasks)) is None:
+    if _why_in_order(mode, len(tasks)) is not None:
+        return _run_in_order(tasks, slots, mode, take, 0)
+    pace = _pace_of(mode, slots)
+    in_order, start = pace is not None and pace.is_in_order(), time.perf_counter()
+    if in_order:
+        failures = _run_in_order(tasks, slots, mode, take, 0)
+    else:
         tasks = _in_a_chain(tasks)
         failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays)
-        if failures is not None:
-            return failures
+    if failures is None:
         if not taken:  # else what was taken would be drawn again
             go_back()
-    return _run_in_order(tasks, slots, mode, take, len(taken))
+        return _run_in_order(tasks, slots, mode, take, len(taken))
+    if pace is not None and not failures:
+        pace.note(time.perf_counter() - start, in_order=in_order)
+    return failures
+
+
+def _pace_of(mode: Mode, slots: Sequence[Slot]) -> Pace | None:
+    """What calls like this one have taken, if times say which way is faster. They choose no bits of a result."""
+    if mode.executor != "auto" or mode.pace is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    return mode.pace if all(slot.device.type in ("cpu", "meta") for slot in slots) else None
 
 
 def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
@@ -230,9 +248,11 @@ def _run_in_order(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take
     return failures
 
 
-def executor_of(mode: Mode, shards: int) -> str:
+def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
     """How shards run, and why."""
-    reason = _why_in_order(mode, shards)
+    reason, pace = _why_in_order(mode, len(slots)), _pace_of(mode, slots)
+    if reason is None and pace is not None:
+        reason = pace.why_in_order()
     return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
 
 

@@ -229,7 +229,9 @@ def _map_shards(
     with call.peers.part():
         shards, check = call.place()
         tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
-        outputs = run_all(tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers))
+        outputs = run_all(
+            tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers, pace=call.plan.pace)
+        )
         check.check(where)
         out = call.peers.join(call.joined(outputs, dims), target or call.device, where)
     return out()

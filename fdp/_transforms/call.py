@@ -12,6 +12,7 @@ import torch
 
 from fdp._collectives.run import check_options
 from fdp._placement.moves import Memo
+from fdp._placement.pace import Pace
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
 from fdp._placement.place import place, planned
@@ -127,7 +128,8 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
     args = tuple(planned(flat, pieces) for flat in flats)
     has_slots = any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
     moves = any(arg.moves for arg in args)
-    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves)
+    pace = None if torch.compiler.is_compiling() else Pace()
+    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves, pace)
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:

@@ -10,6 +10,7 @@ from typing import final
 import torch
 
 from fdp._collectives.run import Mode, check_options, executor_of
+from fdp._placement.pace import Pace
 from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments, of_outputs
@@ -21,7 +22,9 @@ from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
 from fdp._transforms.call import decide
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
+from fdp._transforms.plans import find, signature_of
 from fdp._trees import torch_private
+from fdp._trees.registry import flattened
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
 
@@ -85,10 +88,13 @@ def explain(
     }
     _check(fn, devices, params, inputs, kwargs)
     check_options(executor, seed, "explain")  # there are no random numbers to seed
+    named, n_args = _named(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
+    how = Options("explain", devices, output_device, weights, executor, seed, axis_name)
+    pace = _pace(fn, named, n_args, how)
     log: list[Transfer] = []
     with APART, Fakes() as fakes, only(log):
-        flats = _flats(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
-        plan = decide(flats, Options("explain", devices, output_device, weights, executor, seed, axis_name))
+        flats = flatten_args(named, "explain")
+        plan = decide(flats, how)
         _check_layouts(flats, plan.devices)
         fakes.has_graph = has_autograd(plan.slots)
         dry, problem, joined, collectives = _Dry(fn, log, fakes), None, None, list[Collective]()
@@ -110,7 +116,8 @@ def explain(
     outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
     return dataclasses.replace(
         plan,
-        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn), len(plan.devices)),
+        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn, pace=pace), plan.places),
+        pace=pace,
         arguments=arguments,
         outputs=outputs,
         collectives=tuple(collectives),
@@ -165,13 +172,26 @@ def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> No
                 )
 
 
-def _flats(params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims) -> list[Flat]:
+def _named(
+    params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims
+) -> tuple[list[Arg], int]:
+    """All arguments, and how many are positional."""
     if type(inputs) is tuple:
         args = positional_args(inputs, in_dims, "inputs", "explain")
     else:
         args = [Arg("inputs", inputs, in_dims)]
     named = keyword_args(kwargs, kwarg_dims, "explain")
-    return flatten_args([Arg("params", params, None), *args, *named.values()], "explain")
+    return [Arg("params", params, None), *args, *named.values()], 1 + len(args)
+
+
+def _pace(fn: Function, named: Sequence[Arg], n_args: int, how: Options) -> Pace | None:
+    """What calls like this one have taken."""
+    trees = [flattened(arg.tree, arg.name) for arg in named]
+    try:
+        plan = find(fn, signature_of(fn, named, trees, n_args, how._replace(where="dp_apply"), 1))
+    except (TypeError, ValueError):  # devices that are not here, as yet
+        plan = None
+    return None if plan is None else plan.pace
 
 
 @final

@@ -1,0 +1,47 @@
+"""How long the shards of a plan take side by side and one after the other, so that `"auto"` takes the faster way.
+
+Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the shortest of the last few
+counts. Any thread may use a pace: two at once may count a call once, or both try the same way, and no more.
+"""
+
+from collections import deque
+from typing import final
+
+_TRIALS = 3  # of each way: in the first a thread may have to start, and caches are cold
+_KEPT = 5
+
+
+@final
+class Pace:
+    """What calls of a plan have shown, in seconds."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._in_order: deque[float] = deque(maxlen=_KEPT)
+        self._in_threads: deque[float] = deque(maxlen=_KEPT)
+
+    def is_in_order(self) -> bool:
+        """Whether the next call runs one shard after the other: where that was faster, or is to be tried.
+
+        Each way is tried in the first calls, and the slower one again after 64 calls, 128, 256 and so on.
+        """
+        self._calls += 1
+        if self._calls <= 2 * _TRIALS:
+            return self._calls % 2 == 0
+        again = self._calls >= 64 and self._calls & (self._calls - 1) == 0
+        return self._is_faster_in_order() != again
+
+    def note(self, seconds: float, *, in_order: bool) -> None:
+        """Remember how long a call took that nothing has disturbed."""
+        (self._in_order if in_order else self._in_threads).append(seconds)
+
+    def _is_faster_in_order(self) -> bool:
+        """In threads where nothing is known: of a way in which calls fail."""
+        return min(self._in_order, default=1e9) < min(self._in_threads, default=0)
+
+    def why_in_order(self) -> str | None:
+        """Why shards run one after the other, None if they do not, or if both ways are yet to be tried."""
+        if self._calls < 2 * _TRIALS or not self._is_faster_in_order():
+            return None
+        times = [f"{1000 * min(each):.2g} ms" for each in (self._in_order, self._in_threads)]
+        return f"they have taken {times[0]} so, and {times[1]} in threads"

@@ -1,0 +1,113 @@
+"""`executor="auto"` takes the way that was faster before, and says so."""
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import fdp
+from fdp._placement.pace import Pace
+from tests.common.threads import many_cores
+
+SLOTS = fdp.virtual_devices(2)
+
+
+def used(fast: str, calls: int = 300) -> list[str]:
+    """Which way a pace takes where one of the two is faster."""
+    pace, taken = Pace(), []
+    for _ in range(calls):
+        way = "in order" if pace.is_in_order() else "in threads"
+        pace.note(1.0 if way == fast else 2.0, in_order=way == "in order")
+        taken.append(way)
+    return taken
+
+
+@pytest.mark.parametrize("fast", ["in order", "in threads"])
+def test_the_faster_way_is_taken_after_six_calls(fast: str):
+    taken = used(fast)
+    assert sorted(taken[:6]) == ["in order"] * 3 + ["in threads"] * 3
+    slow = [i + 1 for i, way in enumerate(taken) if way != fast]
+    assert [i for i in slow if i > 6] == [64, 128, 256]
+
+
+def test_the_other_way_is_taken_when_it_has_become_faster():
+    pace = Pace()
+    for i in range(200):
+        in_order = pace.is_in_order()
+        pace.note(2.0 if in_order == (i >= 50) else 1.0, in_order=in_order)
+    assert not pace.is_in_order()
+
+
+def test_threads_are_kept_where_no_call_has_ended():
+    pace = Pace()
+    assert not all(pace.is_in_order() for _ in range(10))
+    assert pace.why_in_order() is None
+
+
+W, X = torch.tensor(2.0), torch.arange(4.0)
+
+
+def test_a_call_takes_the_way_that_explain_names():
+    seen: set[int] = set()
+
+    @fdp.thread_safe
+    def noted(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen.add(threading.get_ident())
+        return x * w
+
+    with many_cores(2):
+        for _ in range(6):
+            assert torch.equal(fdp.dp_apply(noted, W, X, SLOTS), W * X)
+        said = fdp.explain(noted, W, X, SLOTS).executor
+        seen.clear()
+        for _ in range(10):
+            fdp.dp_apply(noted, W, X, SLOTS)
+    assert re.fullmatch(
+        r"side by side in threads|one shard after the other: they have taken [\d.e-]+ ms so, and [\d.e-]+ ms in threads",
+        said,
+    )
+    assert seen == {threading.get_ident()} or said == "side by side in threads"
+
+
+def test_shards_that_wait_for_each_other_go_on_in_threads():
+    begun = [threading.Event(), threading.Event()]
+
+    @fdp.thread_safe
+    def waits(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        index = int(fdp.axis_index())
+        begun[index].set()
+        begun[1 - index].wait(0.05)
+        return x * w
+
+    with many_cores(2):
+        for _ in range(8):
+            fdp.dp_apply(waits, W, X, SLOTS)
+            for event in begun:
+                event.clear()
+        assert fdp.explain(lambda w, x: x, W, X, SLOTS).executor.startswith(
+            "one shard after the other: the function is"
+        )
+        assert fdp.explain(waits, W, X, SLOTS).executor == "side by side in threads"
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_only_auto_takes_times(executor: Any):
+    fn = fdp.thread_safe(lambda w, x: x * w)
+    with many_cores(2):
+        for _ in range(8):
+            fdp.dp_apply(fn, W, X, SLOTS, executor=executor)
+        assert fdp.explain(fn, W, X, SLOTS).executor == "side by side in threads"
+
+
+def test_none_are_taken_where_bits_must_not_change():
+    fn = fdp.thread_safe(lambda w, x: x * w)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with many_cores(2):
+            for _ in range(8):
+                fdp.dp_apply(fn, W, X, SLOTS)
+            assert fdp.explain(fn, W, X, SLOTS).executor == "side by side in threads"
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,8 +1,8 @@
 """fdp beside its peers: value and gradients of five models, float32, on two slots of one CPU.
 
-Contenders: plain torch with all cores; one shard alone, which two slots cannot beat; fdp sequential, on threads, and
-on threads with a compiled loss; fdp and DistributedDataParallel with two processes; JAX's shard_map with two virtual
-devices.
+Contenders: plain torch with all cores; one shard alone, which two slots cannot beat; fdp sequential, on threads, on
+threads with a compiled loss, and compiled in one graph; fdp and DistributedDataParallel with two processes; JAX's
+shard_map under jit with two virtual devices.
 Each is checked against an oracle, then all run in turns, in another order each round, each in processes of its own.
 A measurement is a call that is not timed and then some that are, without a pause: what a training loop pays.
 
@@ -43,6 +43,7 @@ def jobs(rendezvous: str) -> dict[str, list[Job]]:
         report.SEQUENTIAL: [job("fdp_sequential")],
         report.THREADS: [job("fdp_threads")],
         report.COMPILED: [job("fdp_compiled")],
+        report.STEP: [job("fdp_compiled_step")],
         report.MESH: [job("fdp_mesh", share, rank) for rank in range(SLOTS)],
         report.DDP: [job("ddp", share, rank) for rank in range(SLOTS)],
         # These are torch's threads; XLA has its own.

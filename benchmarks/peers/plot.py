@@ -4,7 +4,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, THREADS, Times, quartiles
+from benchmarks.peers.report import COMPILED, DDP, JAX, LIMIT, MESH, PLAIN, SEQUENTIAL, STEP, THREADS, Times, quartiles
 
 # Okabe and Ito's colours: told apart also by people who are colour-blind. fdp is blue, peers are not.
 COLOURS = {
@@ -14,6 +14,7 @@ COLOURS = {
     SEQUENTIAL: "#9ecae1",
     THREADS: "#0072B2",
     COMPILED: "#004c78",
+    STEP: "#00334f",
     MESH: "#56B4E9",
 }
 ACROSS = 3  # panels side by side, such that a page has room for them

@@ -11,6 +11,7 @@ from typing import Any
 
 PLAIN, LIMIT = "torch, all cores", "one shard alone (limit)"
 SEQUENTIAL, THREADS, COMPILED = "fdp sequential", "fdp threads", "fdp threads, compiled"
+STEP = "fdp, all in one graph"
 MESH, DDP, JAX = "fdp over gloo", "DDP over gloo", "JAX shard_map"
 PEERS = (PLAIN, DDP, JAX)
 TARGETS: dict[tuple[str, str], dict[str, float]] = {

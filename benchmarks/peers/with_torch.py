@@ -47,10 +47,25 @@ def fdp_threads(job: Job, name: str) -> Case:
 
 
 def fdp_compiled(job: Job, name: str) -> Case:
+    _begin_to_compile()
+    return _fdp_case(job, name, "threads", compiled=True)
+
+
+def fdp_compiled_step(job: Job, name: str) -> Case:
+    """Split, shards, gradients and their sum in one graph, which JAX's `jit` has in one too."""
+    _begin_to_compile()
+    torch._dynamo.config.allow_rnn = True
+    torch.backends.mkldnn.set_flags(name != "LSTM")  # whose gradient cannot be traced with it (torch 2.13)
+    model, x, y = build(name)
+    step, args = fdp_step(model, fdp.virtual_devices(job.slots), "sequential")
+    compiled = torch.compile(lambda *args: step(*args), fullgraph=True, dynamic=False)
+    return Case(lambda: compiled(*args, x, y), lambda out: (out[0].item(), out[1]))
+
+
+def _begin_to_compile() -> None:
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         raise Unavailable("no C++ compiler for torch.compile")
     torch.compiler.reset()
-    return _fdp_case(job, name, "threads", compiled=True)
 
 
 def _fdp_case(job: Job, name: str, executor: Any, *, compiled: bool) -> Case:

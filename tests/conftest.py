@@ -2,11 +2,13 @@
 
 import gc
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.common.depth import leave_most_to_deep
+from tests.common.threads import many_cores, side_by_side
 
 torch.set_num_threads(1)  # the tensors are tiny
 
@@ -15,6 +17,20 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
     import torch._decomp.decompositions_for_jvp
+
+
+@pytest.fixture
+def four_cores() -> Iterator[None]:
+    """As many shards at once as on a larger machine."""
+    with many_cores(4):
+        yield
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Four lanes that take turns all the time."""
+    with side_by_side():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

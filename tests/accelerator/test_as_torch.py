@@ -29,13 +29,8 @@ from tests.accelerator.beside_torch import (
 )
 from tests.common.depth import few
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)

@@ -1,7 +1,7 @@
 """What a DataParallel copies between devices, when it copies anew, and how many bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,14 +32,9 @@ from tests.accelerator.beside_torch import (
 )
 from tests.common.depth import few
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
 from tests.common.virtual import Copied, record_copies
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,9 @@ from tests.accelerator.beside_torch import (
 from tests.common.containers import Point
 from tests.common.depth import few
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
 from tests.common.virtual import record_copies
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 WRONG = (

@@ -1,7 +1,7 @@
 """Hooks, gradients of gradients and calls side by side, beside torch.nn.DataParallel."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,13 +25,8 @@ from tests.accelerator.beside_torch import (
     there,
     wrapped,
 )
-from tests.common.threads import many_cores
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 # ---- hooks

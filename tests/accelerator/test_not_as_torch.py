@@ -1,7 +1,6 @@
 """Where DataParallel differs from torch.nn.DataParallel: each difference, with what both do."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,8 @@ from tests.accelerator.beside_torch import (
 from tests.accelerator.torch_copies import torch_copies
 from tests.common.containers import Batch
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 class PerDevice(nn.Module):

@@ -1,7 +1,6 @@
 """scatter, gather, replicate and parallel_apply beside those of torch, on several devices."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -26,13 +25,8 @@ from tests.accelerator.beside_torch import (
 from tests.accelerator.torch_copies import torch_copies
 from tests.common.containers import Pixel, Point
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
 
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    with many_cores(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 @values

@@ -28,7 +28,7 @@ def default_device(device: str = "meta") -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled yet. Tracing makes very many objects, so that looking for garbage takes a fifth of the time."""
+    """Nothing is compiled yet. Tracing makes so many objects that looking for garbage takes a fifth of it."""
     torch.compiler.reset()
     with without_collector():
         yield

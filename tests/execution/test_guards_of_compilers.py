@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +11,9 @@ from torch.func import grad, jvp
 
 import fdp
 from tests.common.programs import run_program
-from tests.common.threads import side_by_side
+from tests.execution.side_by_side import X, threads
 
-X = torch.randn(8, 3, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def switching() -> Iterator[None]:
-    """Four lanes that take turns all the time."""
-    with side_by_side():
-        yield
-
-
-def threads(fn: Callable[..., Any], params: Any, x: Any) -> Any:
-    return fdp.dp_apply(fn, params, x, fdp.virtual_devices(4), executor="threads")
+pytestmark = pytest.mark.usefixtures("switching")
 
 
 # ---------------------------------------------------------------- forward mode

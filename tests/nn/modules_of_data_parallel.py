@@ -18,6 +18,10 @@ def mlp() -> Any:
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
+def grads_of(module: nn.Module) -> list[Tensor | None]:
+    return [param.grad for param in module.parameters()]
+
+
 def loss_of(out: Any) -> Tensor:
     out = out[0] if isinstance(out, tuple) else out
     return (out * numbers(*out.shape, dtype=out.dtype)).abs().square().sum()

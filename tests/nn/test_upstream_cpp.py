@@ -6,7 +6,6 @@
 # pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,12 @@ from fdp import DataParallel, data_parallel
 from fdp.nn import gather, parallel_apply, replicate, scatter
 from tests.common.comparing import assert_same_tree
 from tests.common.numbers import numbers
-from tests.common.settings import default_dtype
-from tests.common.threads import many_cores
 
 TWO = ("cpu", "cpu")
 SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"
 
 
-@pytest.fixture(autouse=True)
-def float64_side_by_side() -> Iterator[None]:
-    torch.manual_seed(0)
-    with default_dtype(torch.float64), many_cores():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_side_by_side")
 
 
 def test_differentiable_scatter():

@@ -7,7 +7,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,17 +18,11 @@ from fdp import DataParallel
 from fdp.nn import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
-from tests.common.settings import default_dtype
-from tests.common.threads import many_cores
 
 TWO = ("cpu", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def float64_side_by_side() -> Iterator[None]:
-    torch.manual_seed(0)
-    with default_dtype(torch.float64), many_cores():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_side_by_side")
 
 
 class Bag(nn.Module):

@@ -12,7 +12,7 @@ import gc
 import io
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +25,7 @@ from fdp import DataParallel, data_parallel
 from fdp.nn import gather, parallel_apply, replicate, scatter
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
-from tests.common.settings import default_dtype
-from tests.common.threads import many_cores
+from tests.nn.modules_of_data_parallel import grads_of
 
 TWO = ("cpu", "cpu")
 
@@ -34,15 +33,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, tor
 some_devices = pytest.mark.parametrize("devices", [TWO, list(TWO), ["cpu"], ["cpu"] * 5], ids=["2", "list", "1", "5"])
 
 
-@pytest.fixture(autouse=True)
-def float64_side_by_side() -> Iterator[None]:
-    torch.manual_seed(0)
-    with default_dtype(torch.float64), many_cores():
-        yield
-
-
-def grads_of(module: nn.Module) -> list[Tensor | None]:
-    return [param.grad for param in module.parameters()]
+pytestmark = pytest.mark.usefixtures("float64_side_by_side")
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-10) -> None:

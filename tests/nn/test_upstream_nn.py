@@ -6,7 +6,7 @@
 # pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +21,12 @@ from fdp import DataParallel
 from fdp.nn import replicate
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
-from tests.common.settings import default_dtype
-from tests.common.threads import many_cores
+from tests.nn.modules_of_data_parallel import grads_of
 
 TWO = ("cpu", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def float64_side_by_side() -> Iterator[None]:
-    torch.manual_seed(0)
-    with default_dtype(torch.float64), many_cores():
-        yield
-
-
-def grads_of(module: nn.Module) -> list[Tensor | None]:
-    return [param.grad for param in module.parameters()]
+pytestmark = pytest.mark.usefixtures("float64_side_by_side")
 
 
 def test_broadcast_double_backwards():

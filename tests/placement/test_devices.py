@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fdp
+from tests.common.functions import never
 from tests.common.numbers import numbers
 
 CPU = torch.device("cpu")
@@ -150,10 +151,6 @@ def test_wrong_output_device(where: str, device: Any, error: type[Exception]):
     }
     with pytest.raises(error, match=rf"^{where}: .*(is no device|not available)"):
         calls[where]()
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError("ran before everything was checked")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])

@@ -8,6 +8,7 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_same_tree, unharmed
+from tests.common.functions import never
 from tests.common.numbers import numbers
 
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -266,10 +267,6 @@ def test_rows_differ_between_arguments(slots: int):
         fdp.shard_map(never, devices=devices)(numbers(8), {"b": numbers(6)})
     with pytest.raises(ValueError, match=r"value_and_grad: rows differ: args\[1\] has 8 .*args\[2\] has 6 "):
         fdp.value_and_grad(never, devices=devices)(W, numbers(8), numbers(6))
-
-
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("ran before everything was checked")
 
 
 # ---- dims that are none

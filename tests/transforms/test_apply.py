@@ -8,20 +8,12 @@ import torch
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
 from tests.common.containers import Output, Point
+from tests.common.functions import never, scores
 from tests.common.numbers import COUNTS, numbers
 
 W = numbers(4)
 ROWS = (36, 13, 9, 3, 1, 0)
 SLOTS = fdp.virtual_devices(3)
-
-
-def scores(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Treats every row by itself, and rounds the same however many there are."""
-    return torch.tanh(x * w).sum(1)  # (rows, 4) -> (rows,)
-
-
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("ran before everything was checked")
 
 
 # ---- the law

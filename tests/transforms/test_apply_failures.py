@@ -11,20 +11,12 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_same_tree
+from tests.common.functions import never, scores
 from tests.common.numbers import numbers
 
 W = numbers(4)
 
 SLOTS = fdp.virtual_devices(3)
-
-
-def scores(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Treats every row by itself, and rounds the same however many there are."""
-    return torch.tanh(x * w).sum(1)  # (rows, 4) -> (rows,)
-
-
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("ran before everything was checked")
 
 
 class TwoArguments(Exception):

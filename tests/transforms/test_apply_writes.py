@@ -10,16 +10,12 @@ import torch
 import fdp
 from tests.common.comparing import assert_same_tree, unharmed
 from tests.common.containers import Batch
+from tests.common.functions import scores
 from tests.common.numbers import numbers
 
 W = numbers(4)
 
 SLOTS = fdp.virtual_devices(3)
-
-
-def scores(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Treats every row by itself, and rounds the same however many there are."""
-    return torch.tanh(x * w).sum(1)  # (rows, 4) -> (rows,)
 
 
 def recorder() -> tuple[list[Any], Callable[..., None]]:

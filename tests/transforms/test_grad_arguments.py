@@ -11,8 +11,9 @@ from torch.nn import functional as F
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.containers import Batch, Output, Point, tensors_of
+from tests.common.functions import never
 from tests.common.numbers import numbers
-from tests.transforms.losses import W, X, Y, loss, never, oracle, tree_loss
+from tests.transforms.losses import W, X, Y, loss, oracle, tree_loss
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.functions import never
 from tests.common.numbers import COUNTS
-from tests.transforms.losses import MASK, W, X, Y, dual, loss, mask_sum, never, oracle, weighted_loss
+from tests.transforms.losses import MASK, W, X, Y, dual, loss, mask_sum, oracle, weighted_loss
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.functions import never
 from tests.common.numbers import COUNTS, numbers
-from tests.transforms.losses import W, X, Y, loss, never, oracle
+from tests.transforms.losses import W, X, Y, loss, oracle
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import fdp
 from tests.common.comparing import unharmed
+from tests.common.functions import never
 from tests.common.numbers import COUNTS, numbers
-from tests.transforms.losses import W, X, Y, loss, never
+from tests.transforms.losses import W, X, Y, loss
 
 SLOTS = fdp.virtual_devices(3)
 

@@ -1,7 +1,7 @@
 """torch.func and autograd, inside of a mapped function and outside of the call: the numbers are those of one device."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ import fdp
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-from tests.common.threads import side_by_side
 
 Fn = Callable[..., Any]
 
@@ -27,10 +26,7 @@ EXECUTORS: Any = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
-@pytest.fixture(autouse=True)
-def switching() -> Iterator[None]:
-    with side_by_side():
-        yield
+pytestmark = pytest.mark.usefixtures("switching")
 
 
 def row(w: Tensor, r: Tensor) -> Tensor:

@@ -1,0 +1,14 @@
+"""What tests of shards on four threads have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fdp
+
+X = torch.randn(8, 3, dtype=torch.float64)
+
+
+def threads(fn: Callable[..., Any], params: Any, x: Any) -> Any:
+    return fdp.dp_apply(fn, params, x, fdp.virtual_devices(4), executor="threads")

@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,21 +79,28 @@ def test_a_slot_that_comes_late(impatient: None):
 # ---------------------------------------------------------------- what is left
 
 
+def raises(kind: type[BaseException]) -> Callable[[Tensor], Any]:
+    def fault(x: Tensor) -> Any:
+        raise kind
+
+    return fault
+
+
+FAULTS: dict[str, Callable[[Tensor], Any]] = {
+    "raises": raises(OddError),
+    "interrupt": raises(KeyboardInterrupt),
+    "returns": lambda x: x,
+    "other": fdp.pmax,
+    "shape": lambda x: fdp.psum(torch.stack([x, x])),
+}
+
+
 @each_executor
-@pytest.mark.parametrize("fault", ["none", "raises", "returns", "other", "shape", "backward", "interrupt"])
+@pytest.mark.parametrize("fault", ["none", "backward", *FAULTS])
 def test_no_thread_is_left_over(fault: str, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
-        if i == 1:
-            if fault == "raises":
-                raise OddError
-            if fault == "interrupt":
-                raise KeyboardInterrupt
-            if fault == "returns":
-                return x
-            if fault == "other":
-                return fdp.pmax(x)
-            if fault == "shape":
-                return fdp.psum(x.sum())
+        if i == 1 and fault in FAULTS:
+            return FAULTS[fault](x)
         out = fdp.psum(argument(x)) * 1
         if fault == "backward" and i == 1:
             out.register_hook(lambda grad: 1 / 0)
@@ -111,7 +119,7 @@ def test_no_thread_is_left_over(fault: str, executor: Any):
 
 
 @each_executor
-@pytest.mark.parametrize("fault", ["none", "raises", "returns", "other", "shape", "interrupt"])
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_nothing_is_kept(fault: str, executor: Any):
     def once() -> list[weakref.ref[Any]]:
         seen: list[weakref.ref[Any]] = []
@@ -119,17 +127,8 @@ def test_nothing_is_kept(fault: str, executor: Any):
         def fn(w: Tensor, x: Tensor) -> Tensor:
             y = w * x.sum()
             seen.append(weakref.ref(y))
-            if fdp.axis_index() == 1:
-                if fault == "raises":
-                    raise OddError
-                if fault == "interrupt":
-                    raise KeyboardInterrupt
-                if fault == "returns":
-                    return x
-                if fault == "other":
-                    return fdp.pmax(y)
-                if fault == "shape":
-                    return fdp.psum(y.reshape(1))
+            if fdp.axis_index() == 1 and fault in FAULTS:
+                return FAULTS[fault](y)
             return fdp.psum(y) * x
 
         w, x = torch.ones(()), torch.ones(SLOTS)

@@ -116,6 +116,7 @@ def clipped_by_hand(rows: int) -> Any:
 # ---- private training
 
 
+@few(2)
 @pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @each_count
@@ -133,6 +134,7 @@ def test_clipped_gradients_of_rows(slots: int, chunk_size: int | None, executor:
     assert want[1].min() < BOUND < want[1].max()  # some rows are clipped, others are not
 
 
+@few(2)
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -197,7 +199,7 @@ OUTSIDE: dict[str, Callable[[Callable[..., Any]], Any]] = {
 BATCH = TOKENS[:8], LABELS[:8]
 
 
-def assert_right(outside: str, mapped: Callable[..., Any], plain: Callable[..., Any], repeat: int = 2) -> None:
+def assert_right(outside: str, mapped: Callable[..., Any], plain: Callable[..., Any], repeat: int = 1) -> None:
     want = OUTSIDE[outside](plain)
     assert max(float(tensor.abs().max()) for tensor in tensors_of(want)) > 1e-3
     for _ in range(repeat):
@@ -212,7 +214,7 @@ def test_transforms_of_the_mapped_loss(outside: str, slots: int, executor: Any):
     """8 rows; `"mean"` weights the shards by their rows."""
     devices = fdp.virtual_devices(slots)
     mapped = fdp.shard_map(loss, devices=devices, in_dims=(None, 0, 0), out_dims="mean", executor=executor)
-    assert_right(outside, lambda p: mapped(p, *BATCH), lambda p: loss(p, *BATCH))
+    assert_right(outside, lambda p: mapped(p, *BATCH), lambda p: loss(p, *BATCH), repeat=2)
 
 
 @few()

@@ -1,6 +1,6 @@
 """How long the shards of a plan take side by side and one after the other, so that `"auto"` takes the faster way.
 
-Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the shortest of the last few
+Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the median of the last few
 counts. Any thread may use a pace: two at once may count a call once, or both try the same way, and no more.
 """
 
@@ -37,11 +37,16 @@ class Pace:
 
     def _is_faster_in_order(self) -> bool:
         """In threads where nothing is known: of a way in which calls fail."""
-        return min(self._in_order, default=1e9) < min(self._in_threads, default=0)
+        return len(self._in_order) > 0 and _median(self._in_order) < _median(self._in_threads)
 
     def why_in_order(self) -> str | None:
         """Why shards run one after the other, None if they do not, or if both ways are yet to be tried."""
         if self._calls < 2 * _TRIALS or not self._is_faster_in_order():
             return None
-        times = [f"{1000 * min(each):.2g} ms" for each in (self._in_order, self._in_threads)]
+        times = [f"{1000 * _median(each):.2g} ms" for each in (self._in_order, self._in_threads)]
         return f"they have taken {times[0]} so, and {times[1]} in threads"
+
+
+def _median(times: deque[float]) -> float:
+    found = sorted(times.copy())
+    return found[len(found) // 2] if found else 0.0

@@ -65,7 +65,8 @@ def test_a_call_takes_the_way_that_explain_names():
         for _ in range(10):
             fdp.dp_apply(noted, W, X, SLOTS)
     assert re.fullmatch(
-        r"side by side in threads|one shard after the other: they have taken [\d.e-]+ ms so, and [\d.e-]+ ms in threads",
+        r"side by side in threads|"
+        r"one shard after the other: they have taken [\d.e-]+ ms so, and [\d.e-]+ ms in threads",
         said,
     )
     assert seen == {threading.get_ident()} or said == "side by side in threads"

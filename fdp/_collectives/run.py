@@ -40,9 +40,9 @@ from fdp._execution.random import bookmark, seeded, stay
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import is_carried, why_not_together
 from fdp._execution.threads import run_side_by_side
-from fdp._placement.pace import Pace
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
+from fdp._placement.timings import Timings
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
 from fdp._trees.types import Executor, Function
@@ -61,7 +61,7 @@ class Mode(NamedTuple):
     stays: bool = False  # nor where it does not fit beside others: it goes on alone
     apart: bool = False  # the call raises `Again`; if it `stays`, only where shards have run
     peers: PeerCall = ALONE_IN_CALL
-    pace: Pace | None = None  # of calls of which only the time depends on the way
+    timings: Timings | None = None  # of calls with this plan; none where effects show which way they took
 
 
 def check_options(executor: Executor, seed: int | None, where: str) -> None:
@@ -157,8 +157,8 @@ def _run_each(
     """Side by side if they can, and in order what is left."""
     if _why_in_order(mode, len(tasks)) is not None:
         return _run_in_order(tasks, slots, mode, take, 0)
-    pace = _pace_of(mode, slots)
-    in_order, start = pace is not None and pace.is_in_order(), time.perf_counter()
+    timings = _timings_of(mode, slots)
+    in_order, start = timings is not None and timings.is_in_order(), time.perf_counter()
     if in_order:
         failures = _run_in_order(tasks, slots, mode, take, 0)
     else:
@@ -168,16 +168,16 @@ def _run_each(
         if not taken:  # else what was taken would be drawn again
             go_back()
         return _run_in_order(tasks, slots, mode, take, len(taken))
-    if pace is not None and not failures:
-        pace.note(time.perf_counter() - start, in_order=in_order)
+    if timings is not None and not failures:
+        timings.note(time.perf_counter() - start, in_order=in_order)
     return failures
 
 
-def _pace_of(mode: Mode, slots: Sequence[Slot]) -> Pace | None:
+def _timings_of(mode: Mode, slots: Sequence[Slot]) -> Timings | None:
     """What calls like this one have taken, if times say which way is faster. They choose no bits of a result."""
-    if mode.executor != "auto" or mode.pace is None or torch.are_deterministic_algorithms_enabled():
+    if mode.executor != "auto" or mode.timings is None or torch.are_deterministic_algorithms_enabled():
         return None
-    return mode.pace if all(slot.device.type in ("cpu", "meta") for slot in slots) else None
+    return mode.timings if all(slot.device.type in ("cpu", "meta") for slot in slots) else None
 
 
 def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
@@ -250,9 +250,9 @@ def _run_in_order(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take
 
 def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
     """How shards run, and why."""
-    reason, pace = _why_in_order(mode, len(slots)), _pace_of(mode, slots)
-    if reason is None and pace is not None:
-        reason = pace.why_in_order()
+    reason, timings = _why_in_order(mode, len(slots)), _timings_of(mode, slots)
+    if reason is None and timings is not None:
+        reason = timings.why_in_order()
     return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
 
 

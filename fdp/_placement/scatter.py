@@ -7,7 +7,7 @@ from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.place import place
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split import flatten_args, plan_args
+from fdp._placement.split_dims import flatten_args, plan_args
 from fdp._trees.prefix import named_spec
 from fdp._trees.profiling import stage
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Tree

@@ -12,7 +12,7 @@ from fdp._placement.moves import LARGE, accumulate, accumulator, concat, copy, i
 from fdp._placement.partition import Partition
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Replicated, Sharded, Slots
-from fdp._placement.split import flatten_args
+from fdp._placement.split_dims import flatten_args
 from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged

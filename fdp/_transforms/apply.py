@@ -13,7 +13,7 @@ from fdp._placement.peers import peers_of
 from fdp._placement.plan import places_of
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split import common_peers
+from fdp._placement.split_dims import common_peers
 from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
 from fdp._transforms.call import Shard, bind, call_shard
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
@@ -230,7 +230,7 @@ def _map_shards(
         shards, check = call.place()
         tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
         outputs = run_all(
-            tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers, pace=call.plan.pace)
+            tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers, timings=call.plan.timings)
         )
         check.check(where)
         out = call.peers.join(call.joined(outputs, dims), target or call.device, where)

@@ -12,14 +12,14 @@ import torch
 
 from fdp._collectives.run import check_options
 from fdp._placement.moves import Memo
-from fdp._placement.pace import Pace
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
 from fdp._placement.place import place, planned
 from fdp._placement.plan import Plan, places_of
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.slot import Slot
-from fdp._placement.split import common_peers, flatten_args, held_slots, plan_args
+from fdp._placement.split_dims import common_peers, flatten_args, held_slots, plan_args
+from fdp._placement.timings import Timings
 from fdp._transforms.arguments import Arg, Options, check_several
 from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
@@ -128,8 +128,8 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
     args = tuple(planned(flat, pieces) for flat in flats)
     has_slots = any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
     moves = any(arg.moves for arg in args)
-    pace = None if torch.compiler.is_compiling() else Pace()
-    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves, pace)
+    timings = None if torch.compiler.is_compiling() else Timings()
+    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves, timings)
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:

@@ -204,7 +204,7 @@ class Differentiation:
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
         slots = call.places()
-        mode = Mode(self.executor, self.seed, self.fn, peers=call.peers, pace=call.plan.pace)
+        mode = Mode(self.executor, self.seed, self.fn, peers=call.peers, timings=call.plan.timings)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
         self._run_shards(problem, call, shards, given, shares, slots, mode, take)

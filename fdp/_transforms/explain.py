@@ -10,13 +10,13 @@ from typing import final
 import torch
 
 from fdp._collectives.run import Mode, check_options, executor_of
-from fdp._placement.pace import Pace
 from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments, of_outputs
 from fdp._placement.sharded import Slots
 from fdp._placement.slot import current_slot, text_of
-from fdp._placement.split import flatten_args
+from fdp._placement.split_dims import flatten_args
+from fdp._placement.timings import Timings
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
@@ -90,7 +90,7 @@ def explain(
     check_options(executor, seed, "explain")  # there are no random numbers to seed
     named, n_args = _named(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
     how = Options("explain", devices, output_device, weights, executor, seed, axis_name)
-    pace = _pace(fn, named, n_args, how)
+    timings = _timings(fn, named, n_args, how)
     log: list[Transfer] = []
     with APART, Fakes() as fakes, only(log):
         flats = flatten_args(named, "explain")
@@ -116,8 +116,8 @@ def explain(
     outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
     return dataclasses.replace(
         plan,
-        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn, pace=pace), plan.places),
-        pace=pace,
+        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn, timings=timings), plan.places),
+        timings=timings,
         arguments=arguments,
         outputs=outputs,
         collectives=tuple(collectives),
@@ -184,14 +184,14 @@ def _named(
     return [Arg("params", params, None), *args, *named.values()], 1 + len(args)
 
 
-def _pace(fn: Function, named: Sequence[Arg], n_args: int, how: Options) -> Pace | None:
+def _timings(fn: Function, named: Sequence[Arg], n_args: int, how: Options) -> Timings | None:
     """What calls like this one have taken."""
     trees = [flattened(arg.tree, arg.name) for arg in named]
     try:
         plan = find(fn, signature_of(fn, named, trees, n_args, how._replace(where="dp_apply"), 1))
     except (TypeError, ValueError):  # devices that are not here, as yet
         plan = None
-    return None if plan is None else plan.pace
+    return None if plan is None else plan.timings
 
 
 @final

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fdp._placement.moves import split
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import ALONE, Peers, Spread
-from fdp._placement.split import flatten_args, plan_args
+from fdp._placement.split_dims import flatten_args, plan_args
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._peers import MeshPeers

@@ -12,7 +12,7 @@ from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, chunked, make_partition
 from fdp._placement.place import place
 from fdp._placement.sharded import Slots
-from fdp._placement.split import check_tracing, flatten_args, plan_args, rows_of
+from fdp._placement.split_dims import check_tracing, flatten_args, plan_args, rows_of
 from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import DeviceLike, Tree
 from fdp.nn._stores import with_stores, without_stores

@@ -8,7 +8,7 @@ import torch
 from fdp._placement.moves import is_inexact
 from fdp._placement.partition import Partition
 from fdp._placement.sharded import Slots
-from fdp._placement.split import flatten_args, plan_args
+from fdp._placement.split_dims import flatten_args, plan_args
 from fdp._transforms.arguments import Arg, keyword_args, positional_args
 from fdp._trees.tree import Flat, flatten, is_array, tensors_in, tree_map, unflatten
 from fdp._trees.types import Dims, Tree

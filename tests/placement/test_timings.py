@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import fdp
-from fdp._placement.pace import Pace
+from fdp._placement.timings import Timings
 from tests.common.threads import many_cores
 
 SLOTS = fdp.virtual_devices(2)
 
 
 def used(fast: str, calls: int = 300) -> list[str]:
-    """Which way a pace takes where one of the two is faster."""
-    pace, taken = Pace(), []
+    """Which way is taken where one of the two is faster."""
+    timings, taken = Timings(), []
     for _ in range(calls):
-        way = "in order" if pace.is_in_order() else "in threads"
-        pace.note(1.0 if way == fast else 2.0, in_order=way == "in order")
+        way = "in order" if timings.is_in_order() else "in threads"
+        timings.note(1.0 if way == fast else 2.0, in_order=way == "in order")
         taken.append(way)
     return taken
 
@@ -33,17 +33,17 @@ def test_the_faster_way_is_taken_after_six_calls(fast: str):
 
 
 def test_the_other_way_is_taken_when_it_has_become_faster():
-    pace = Pace()
+    timings = Timings()
     for i in range(200):
-        in_order = pace.is_in_order()
-        pace.note(2.0 if in_order == (i >= 50) else 1.0, in_order=in_order)
-    assert not pace.is_in_order()
+        in_order = timings.is_in_order()
+        timings.note(2.0 if in_order == (i >= 50) else 1.0, in_order=in_order)
+    assert not timings.is_in_order()
 
 
 def test_threads_are_kept_where_no_call_has_ended():
-    pace = Pace()
-    assert not all(pace.is_in_order() for _ in range(10))
-    assert pace.why_in_order() is None
+    timings = Timings()
+    assert not all(timings.is_in_order() for _ in range(10))
+    assert timings.why_in_order() is None
 
 
 W, X = torch.tensor(2.0), torch.arange(4.0)

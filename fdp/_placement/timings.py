@@ -1,7 +1,7 @@
 """How long the shards of a plan take side by side and one after the other, so that `"auto"` takes the faster way.
 
 Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the median of the last few
-counts. Any thread may use a pace: two at once may count a call once, or both try the same way, and no more.
+counts. Any thread may use them: two at once may count a call once, or both try the same way, and no more.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ _KEPT = 5
 
 
 @final
-class Pace:
+class Timings:
     """What calls of a plan have shown, in seconds."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 Which way they take:
 
 - Compiled: traced, one after the other.
-- Each by itself (`_run_apart`): side by side in threads, or in order in the caller's thread; `_why_in_order` decides.
+- Each by itself (`_run_apart`): side by side in threads, or in order in the caller's thread; `why_in_order` decides.
 - All alive (`_run_together`), so that they can meet in collectives: if the function is known to meet, or has effects.
 
 Nobody knows beforehand that a function meets. If a shard that runs by itself comes to a collective, `Together` ends
@@ -13,15 +13,15 @@ that (`Mode.apart`), it is the caller that begins anew: `Again`. What a function
 """
 
 import contextlib
-import numbers
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from fdp._collectives.executor import Mode, timings_of, why_in_order
 from fdp._collectives.lockstep import Task, run_together
 from fdp._collectives.slot_threads import Failures
 from fdp._execution.function_traits import (
@@ -35,41 +35,17 @@ from fdp._execution.function_traits import (
     note,
     remember_together,
 )
-from fdp._execution.patches import IN_TURNS, is_forward_mode
+from fdp._execution.patches import IN_TURNS
 from fdp._execution.random import bookmark, seeded, stay
 from fdp._execution.restart import Again, Together, forget_restarts
-from fdp._execution.thread_state import is_carried, why_not_together
+from fdp._execution.thread_state import why_not_together
 from fdp._execution.threads import run_side_by_side
-from fdp._placement.peers import ALONE_IN_CALL, PeerCall
-from fdp._placement.slot import IN_ORDER, IN_PLACE, WANTED, Slot, run_in_slot, text_of
-from fdp._placement.timings import Timings
+from fdp._placement.slot import IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
-from fdp._trees.types import Executor, Function
 from fdp._trees.untraced import leave_alone
 
 Take = Callable[[int, Any], Any]
-
-
-class Mode(NamedTuple):
-    """How the shards of a call run; `fn` is the user's function."""
-
-    executor: Executor
-    seed: int | None
-    fn: Function | None
-    effects: bool = False  # a shard must not begin anew for its first collective
-    stays: bool = False  # nor where it does not fit beside others: it goes on alone
-    apart: bool = False  # the call raises `Again`; if it `stays`, only where shards have run
-    peers: PeerCall = ALONE_IN_CALL
-    timings: Timings | None = None  # of calls with this plan; none where effects show which way they took
-
-
-def check_options(executor: Executor, seed: int | None, where: str) -> None:
-    """The executor is one of those that there are, the seed an int."""
-    if executor not in ("auto", "sequential", "threads"):
-        raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
-        raise TypeError(f"{where}: seed must be an int, got {seed!r}")
 
 
 def run(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
@@ -155,9 +131,9 @@ def _run_each(
     go_back: Callable[[], None],
 ) -> Failures:
     """Side by side if they can, and in order what is left."""
-    if _why_in_order(mode, len(tasks)) is not None:
+    if why_in_order(mode, len(tasks)) is not None:
         return _run_in_order(tasks, slots, mode, take, 0)
-    timings = _timings_of(mode, slots)
+    timings = timings_of(mode, slots)
     in_order, start = timings is not None and timings.is_in_order(), time.perf_counter()
     if in_order:
         failures = _run_in_order(tasks, slots, mode, take, 0)
@@ -171,13 +147,6 @@ def _run_each(
     if timings is not None and not failures:
         timings.note(time.perf_counter() - start, in_order=in_order)
     return failures
-
-
-def _timings_of(mode: Mode, slots: Sequence[Slot]) -> Timings | None:
-    """What calls like this one have taken, if times say which way is faster. They choose no bits of a result."""
-    if mode.executor != "auto" or mode.timings is None or torch.are_deterministic_algorithms_enabled():
-        return None
-    return mode.timings if all(slot.device.type in ("cpu", "meta") for slot in slots) else None
 
 
 def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
@@ -246,34 +215,6 @@ def _run_in_order(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take
     finally:
         IN_TURNS.reset(before)
     return failures
-
-
-def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
-    """How shards run, and why."""
-    reason, timings = _why_in_order(mode, len(slots)), _timings_of(mode, slots)
-    if reason is None and timings is not None:
-        reason = timings.why_in_order()
-    return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
-
-
-def _why_in_order(mode: Mode, shards: int) -> str | None:
-    """Why shards do not run side by side; None if they do: it is wanted, and they see what the caller's thread sees."""
-    if shards < 2:
-        return "there is one"
-    if mode.executor == "sequential":
-        return "executor='sequential'"
-    if mode.seed is not None:
-        return "they are seeded, and take turns with torch's one generator of the CPU"
-    if IN_ORDER.get():
-        return "a call around this one has a lock"
-    if mode.executor == "auto":
-        if not is_marked(mode.fn):
-            return "the function is not known to be safe in threads (fdp.thread_safe marks it)"
-        if torch_private.is_transformed():
-            return "a transform of torch.func is active"
-    if not is_carried() or is_forward_mode():
-        return "other threads would not see a mode, hook or profiler that is active here"
-    return "the function has refused to run beside others" if must_run_in_order(mode.fn) else None
 
 
 def _noted(failures: Failures) -> Exception:

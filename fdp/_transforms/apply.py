@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fdp._collectives.executor import Mode, check_options
 from fdp._collectives.lockstep import Task
-from fdp._collectives.run import Mode, check_options, run_all
+from fdp._collectives.run import run_all
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.partition import Partition
 from fdp._placement.peers import peers_of

@@ -6,12 +6,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from fdp._collectives.executor import Mode
 from fdp._collectives.lockstep import Task
-from fdp._collectives.run import Mode, run, run_all
+from fdp._collectives.run import run, run_all
 from fdp._execution.function_traits import meets
 from fdp._execution.restart import Again, forget_restarts
 from fdp._placement.devices import as_device
@@ -23,11 +24,11 @@ from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
 from fdp._transforms.call import Call, Shard, bind
+from fdp._transforms.counts import Weights, count_of
 from fdp._transforms.shard_grad import (
     Out,
     Problem,
     ShardResult,
-    count_of,
     forward,
     is_tracking,
     joint,
@@ -134,7 +135,7 @@ class Differentiation:
         grads = gradients.finish()
         return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
-    def _joined(self, outs: Sequence[Out], call: Call, weights: "Weights") -> tuple[Joined, Joined | None]:
+    def _joined(self, outs: Sequence[Out], call: Call, weights: Weights) -> tuple[Joined, Joined | None]:
         """How the losses become one, and what else the shards have returned."""
         sizes = call.partition.sizes
         losses = promoted([out.loss for out in outs]) if outs else []
@@ -163,7 +164,7 @@ class Differentiation:
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
 
-    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> "Weights":
+    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> Weights:
         """What each shard counts in the loss: its rows, or what `count` says."""
         sizes = call.partition.sizes
         if self.reduction == "sum":
@@ -199,7 +200,7 @@ class Differentiation:
         shards: Sequence[Shard],
         given: Sequence[torch.Tensor],
         take: Callable[[int, ShardResult], None],
-    ) -> "Weights":
+    ) -> Weights:
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
@@ -260,17 +261,6 @@ class Differentiation:
     ) -> ShardResult:
         found = forward(problem, shard, attached=attached, graph=create_graph)
         return joint(self.where, [found], [share()], create_graph)[0]
-
-
-class Weights(NamedTuple):
-    """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
-
-    own: Sequence[float]
-    whole: Callable[[], float]
-
-    def share(self, index: int) -> float:
-        """The part of a shard in the whole."""
-        return self.own[index] / self.whole()
 
 
 @contextlib.contextmanager

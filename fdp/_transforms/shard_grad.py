@@ -12,7 +12,6 @@ from fdp._collectives.anchors import Anchor, may_meet, no_elements
 from fdp._collectives.transpose import Gate
 from fdp._execution.patches import is_forward_mode
 from fdp._execution.returned import noting
-from fdp._placement.moves import layers
 from fdp._transforms.call import Shard, call_shard
 from fdp._trees import torch_private
 from fdp._trees.registry import flattened
@@ -101,7 +100,7 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
         ends = anchor.ends()
         return (Gate.apply(is_open, loss)[0] if ends else loss, ends), tensors
 
-    with _recording():
+    with recording():
         made: Any = torch.func.vjp(loss_of, no_elements(), *inputs.leaves, has_aux=True)
         (loss, ends), vjp, tensors = made
         seed = share()
@@ -116,7 +115,7 @@ def transformed(problem: Problem, share: Callable[[], float], create_graph: bool
     return ShardResult(Out(loss, aux, buffers), inputs.cut(grads))
 
 
-def _recording() -> contextlib.AbstractContextManager[object]:
+def recording() -> contextlib.AbstractContextManager[object]:
     """As a context: torch.func differentiates, in inference mode too. In that of torch 2.11 it would find zeros."""
     if _DIFFERENTIATES_IN_INFERENCE_MODE or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
@@ -188,48 +187,6 @@ def is_tracking() -> bool:
     return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
 
 
-def count_of(problem: Problem, count: Function, shard: Shard) -> float:
-    """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
-    inputs = inputs_of(problem, shard)
-    found: list[float] = []
-
-    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = count(*_args(problem, shard, inputs.build(leaves)), **shard.kwargs)
-        found.append(_as_constant(value, problem.where))
-        return leaves
-
-    # Differentiated, to see whether it depends on the leaves.
-    if torch.compiler.is_compiling() or not inputs.leaves:
-        call(*inputs.leaves)
-    elif needs_transform(inputs.leaves):
-        with _recording():
-            torch.func.vjp(call, *inputs.leaves)
-    else:
-        with torch.enable_grad():
-            call(*(leaf.detach().requires_grad_() for leaf in inputs.leaves))
-    return found[0]
-
-
-def _as_constant(value: Any, where: str) -> float:
-    if isinstance(value, torch.Tensor):
-        if torch.compiler.is_compiling():
-            raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
-        if value.is_floating_point() and _is_differentiated(value):
-            raise ValueError(
-                f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
-                "constants. If it may be taken for one, return a number: count.item()"
-            )
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
-
-
-def _is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether something differentiates through a tensor. Forward mode cannot be asked, and counts as yes."""
-    return is_forward_mode() or any(layer.requires_grad for layer in layers(tensor))
-
-
 def inputs_of(problem: Problem, shard: Shard) -> Inputs:
     """What a shard is differentiated in."""
     if len(problem.argnums) == 1:
@@ -239,7 +196,7 @@ def inputs_of(problem: Problem, shard: Shard) -> Inputs:
     return Inputs(list(chain.from_iterable(leaves for leaves, _ in found)), [structure for _, structure in found])
 
 
-def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
+def args_with(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
     args = list(shard.args)
     for i, tree in zip(problem.argnums, trees, strict=True):
         args[i] = tree
@@ -247,7 +204,7 @@ def _args(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
 
 
 def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
-    shard = Shard(tuple(_args(problem, shard, trees)), shard.kwargs)
+    shard = Shard(tuple(args_with(problem, shard, trees)), shard.kwargs)
     if not problem.has_aux or torch.compiler.is_compiling():
         return _checked(problem, call_shard(problem.fn, shard))
     with noting() as returned:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from fdp._placement.join import join, same_value
+from fdp._placement.check_outputs import same_value
+from fdp._placement.join import join
 from fdp._placement.moves import accumulator, concat, is_inexact
 from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree

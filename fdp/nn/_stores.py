@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from fdp._placement.join import same_value
+from fdp._placement.check_outputs import same_value
 from fdp._placement.moves import concat, copy
 from fdp._trees.tree import map_leaves
 from fdp._trees.types import Tree

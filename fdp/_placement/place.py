@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fdp._placement.moves import Memo, copy, copy_once, split, to_device
+from fdp._placement.moves import Memo, accumulator, copy, copy_once, split, to_device
 from fdp._placement.partition import Partition
 from fdp._placement.plan import PlannedArgument
 from fdp._placement.sharded import Replicated, Slots
@@ -23,7 +23,18 @@ def planned(flat: Flat, plan: Partition) -> PlannedArgument:
         if spec is not None or isinstance(leaf, Slots) or _moves(leaf, plan)
     ]
     name = "replicate" if all(spec is None for spec in flat.specs) else "scatter"
-    return PlannedArgument(name, flat.specs, places, any(_moves(leaf, plan) for leaf in flat.leaves))
+    are_whole = all(spec is None for spec in flat.specs) and _TENSORS.issuperset(map(type, flat.leaves))
+    gradients = [_gradient(leaf) for leaf in flat.leaves] if are_whole else None
+    return PlannedArgument(name, flat.specs, places, any(_moves(leaf, plan) for leaf in flat.leaves), gradients)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _gradient(leaf: torch.Tensor) -> tuple[Any, ...] | None:
+    """What the gradient of a leaf usually is."""
+    is_same = accumulator(leaf.dtype) is leaf.dtype
+    return (leaf.dtype, leaf.device, torch.strided, False) if is_same else None
 
 
 def _moves(leaf: Any, plan: Partition) -> bool:

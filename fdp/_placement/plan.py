@@ -45,6 +45,9 @@ class PlannedArgument(NamedTuple):
     specs: list[Any]
     places: Sequence[int]
     moves: bool  # whether something is on another device than where it is needed
+    gradients: list[Any] | None
+    """Where all leaves are whole: dtype, device, layout of its gradient if it is dense, and that it has no graph; None
+    for a leaf whose gradients are summed in another dtype."""
 
 
 def places_of(partition: Partition, axis_name: str) -> tuple[Slot, ...]:

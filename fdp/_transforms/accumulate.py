@@ -10,6 +10,7 @@ import torch
 
 from fdp._placement.moves import LARGE, accumulate, accumulator, concat, copy, is_inexact, is_ours
 from fdp._placement.partition import Partition
+from fdp._placement.plan import PlannedArgument
 from fdp._placement.replicate import replicate_on
 from fdp._placement.sharded import Replicated, Sharded, Slots
 from fdp._placement.split_dims import flatten_args
@@ -22,11 +23,11 @@ from fdp._trees.types import AUTO, Tree
 Grad = torch.Tensor | None
 
 
-def check_differentiable(flats: Sequence[Flat], plan: Partition, where: str) -> None:
+def check_differentiable(flats: Sequence[Flat], args: Sequence[PlannedArgument], plan: Partition, where: str) -> None:
     """All leaves of the differentiated arguments are tensors that can carry a gradient."""
     wrong = []
-    for flat in flats:
-        if _are_whole(flat) and False not in map(torch.Tensor.is_floating_point, flat.leaves):
+    for flat, arg in zip(flats, args, strict=True):
+        if arg.gradients is not None and False not in map(torch.Tensor.is_floating_point, flat.leaves):
             continue
         for i, leaf in enumerate(flat.leaves):
             if isinstance(leaf, torch.Tensor):
@@ -69,12 +70,16 @@ def _check_sharded(leaf: Sharded, path: str, spec: Any, plan: Partition, where: 
 class Gradients:
     """Takes the gradients of the shards in any order: what is to be summed is summed at once, and not kept."""
 
-    def __init__(self, flats: Sequence[Flat], plan: Partition, device: torch.device | None) -> None:
+    def __init__(
+        self, flats: Sequence[Flat], args: Sequence[PlannedArgument], plan: Partition, device: torch.device | None
+    ) -> None:
         # Under another name, for the log of transfers.
         self._flats = [Flat(f"grad of {flat.name}", *flat[1:]) for flat in flats]
         self._plan, self._device = plan, device
         # Where all leaves are whole: what the gradient of each usually is.
-        self._whole = [_homes(flat, device) if _are_whole(flat) else None for flat in flats]
+        self._whole = [arg.gradients for arg in args]
+        if device is not None:
+            self._whole = [homes and [home and (home[0], device, *home[2:]) for home in homes] for homes in self._whole]
         # Of what is split, the part of every shard; of what is whole, the sum so far. Where all leaves are whole, the
         # sums of all of them are one list.
         self._parts: list[list[Any]] = [
@@ -214,22 +219,6 @@ class Gradients:
         """A gradient on the output device, else where the tensor is that it belongs to."""
         device = self._device or value.device
         return grad if grad.device == device else copy(grad, device, flat, index)
-
-
-def _are_whole(flat: Flat) -> bool:
-    """Whether all leaves are tensors that every slot has whole."""
-    return flat.specs.count(None) == len(flat.specs) and _TENSORS.issuperset(map(type, flat.leaves))
-
-
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _homes(flat: Flat, device: torch.device | None) -> list[Any]:
-    """Of each leaf, what its gradient is if it is dense and has no graph; None where a sum is in another dtype."""
-    return [
-        (leaf.dtype, device or leaf.device, torch.strided, False) if accumulator(leaf.dtype) is leaf.dtype else None
-        for leaf in flat.leaves
-    ]
 
 
 def _are(homes: list[Any], grads: Sequence[Grad]) -> bool:

@@ -117,10 +117,11 @@ class Differentiation:
         )
         outs: list[Any] = [None] * len(call.partition.slots)
         aliases: list[torch.Tensor] = []
-        gradients = Gradients([call.flats[i] for i in positions], call.partition, target)
+        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
+        gradients = Gradients(*own, target)
         with call.peers.part(gradients.zeros):
             shards, check = call.place()
-            check_differentiable([call.flats[i] for i in positions], call.partition, where)
+            check_differentiable(*own, where)
 
             def take(i: int, result: ShardResult) -> None:
                 outs[i] = result.out

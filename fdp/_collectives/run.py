@@ -155,7 +155,7 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
     So that a gradient is summed in the order of the shards. Else it would be in the order in which a backward comes to
     them, and that depends on how much each thread has recorded before.
     """
-    shared = [x for task in tasks for x in {id(x): x for x in tensors_in(task.tree) if x.requires_grad}.values()]
+    shared = [x for task in tasks for x in {id(x): x for x in tensors_in(task.tree) if _has_links(x)}.values()]
     counts = Counter(map(id, shared))
     if not torch.is_grad_enabled() or all(count == 1 for count in counts.values()):
         return tasks
@@ -164,10 +164,26 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
     def alias(own: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         if id(x) in links and id(x) not in own:
             links[id(x)] = links[id(x)].expand_as(x)
-            own[id(x)] = links[id(x)].expand_as(x)  # where its parts within a shard are summed
+            own[id(x)] = _like(x, links[id(x)].expand_as(x))  # where its parts within a shard are summed
         return own.get(id(x), x)
 
     return [Task(task.run, map_tensors(partial(alias, {}), task.tree)) for task in tasks]
+
+
+def _has_links(x: torch.Tensor) -> bool:
+    """Whether a tensor has gradients, and aliases."""
+    return x.requires_grad and x.layout is torch.strided and not x.is_nested
+
+
+def _like(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """An alias with what a function can see of a tensor: its class, attributes and gradient."""
+    if type(x) is not type(alias):
+        alias = alias.as_subclass(type(x))
+    if vars(x):
+        vars(alias).update(vars(x))
+    if x.is_leaf and x.grad is not None:
+        alias.grad = x.grad
+    return alias
 
 
 def _run_together(tasks: Sequence[Task], slots: Sequence[Slot], mode: Mode, take: Take) -> Failures:

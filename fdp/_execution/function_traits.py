@@ -182,6 +182,8 @@ def identity(fn: Any) -> Any:
     # What `functional` makes has the same code for every module.
     own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == _FUNCTIONAL
     key = fn if own else getattr(fn, "__code__", fn)
+    if isinstance(type(key).__eq__, types.FunctionType):  # one of the user's, which may raise
+        return type(key)
     try:
         hash(weakref.ref(key))
     except TypeError:  # an object without a hash, or that nothing can refer to weakly

@@ -123,11 +123,11 @@ class Gradients:
                 left = [i for i in left if sums[i] is not None]
                 sums[:] = [grad if total is None else total for total, grad in zip(sums, grads, strict=True)]
             elif _are(homes, sums):
-                small = [i for i in left if flat.leaves[i].nbytes < LARGE]
+                small = [i for i, grad in enumerate(grads) if grad is not None and grad.nbytes < LARGE]
                 added = torch_private.foreach_add([sums[i] for i in small], [grads[i] for i in small]) if small else ()
                 for i, total in zip(small, added, strict=True):
                     sums[i] = total
-                left = () if len(small) == len(grads) else [i for i in left if flat.leaves[i].nbytes >= LARGE]
+                left = sorted(set(left).difference(small))
         for i in left:
             self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
 

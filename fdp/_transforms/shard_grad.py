@@ -174,12 +174,17 @@ def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | Non
     torch_private.set_grad_enabled(True)
     try:
         # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
-        aliases = [t.view_as(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
+        aliases = [_alias(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
         anchor = Anchor(no_elements().requires_grad_() if may_meet() else None, aliases)
         call = functools.partial(_call, problem, shard, inputs.build(aliases))
         return Forward(anchor.within(call, around=graph is not False), aliases, inputs, anchor)
     finally:
         torch_private.set_grad_enabled(before)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor with the same values, and a graph. Sparse ones have no views."""
+    return tensor.view_as(tensor) if tensor.layout in (torch.strided, torch.jagged) else tensor.clone()
 
 
 def is_tracking() -> bool:

@@ -25,7 +25,12 @@ def raise_any(problems: Sequence[str | None], choices: str, where: str, hint: st
 def problem_of(column: Sequence[Any], flat: Flat, index: int, weights: Weights) -> str | None:
     """Why the values of one leaf cannot be joined, None if they can."""
     spec = flat.specs[index]
-    if type(spec) is int and spec == 0 and not torch.compiler.is_compiling() and _have_rows(column):
+    if (
+        type(spec) is int
+        and spec == 0
+        and not torch.compiler.is_compiling()
+        and have_rows([(value,) for value in column])
+    ):
         return None
     if type(spec) is not int and spec is not None and not (isinstance(spec, str) and spec in REDUCTIONS):
         try:  # naming the leaf takes time
@@ -58,15 +63,24 @@ def problem_of(column: Sequence[Any], flat: Flat, index: int, weights: Weights) 
     return problem and f"{flat.path(index)} {problem}"
 
 
-def _have_rows(column: Sequence[Any]) -> bool:
-    """Whether these are tensors that differ in nothing but the rows along dim 0: that of almost all outputs."""
-    if set(map(type, column)) != {torch.Tensor} or True in map(_is_nested, column) or len(set(map(_dtype, column))) > 1:
-        return False
-    shapes = set(map(_shape, column))
-    return () not in shapes and len({shape[1:] for shape in shapes}) == 1
+def have_rows(shards: Sequence[Sequence[Any]]) -> bool:
+    """Whether all leaves are tensors that differ from those of other shards in nothing but the rows along dim 0.
+
+    So are almost all outputs, and then nothing else need be asked of single leaves.
+    """
+    first: list[Any] | None = None
+    for leaves in shards:
+        if not _TENSOR.issuperset(map(type, leaves)) or True in map(_is_nested, leaves) or 0 in map(_ndim, leaves):
+            return False
+        kinds = [*map(_dtype, leaves), *(shape[1:] for shape in map(_shape, leaves))]
+        if kinds != (first or kinds):
+            return False
+        first = kinds
+    return True
 
 
-_is_nested, _dtype, _shape = map(operator.attrgetter, ("is_nested", "dtype", "shape"))
+_TENSOR = frozenset({torch.Tensor})
+_is_nested, _dtype, _shape, _ndim = map(operator.attrgetter, ("is_nested", "dtype", "shape", "ndim"))
 
 
 def _can_add(tensors: Sequence[torch.Tensor], spec: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fdp._placement.check_outputs import Weights, problem_of, raise_any
+from fdp._placement.check_outputs import Weights, have_rows, problem_of, raise_any
 from fdp._placement.moves import accumulator, concat, copy, is_inexact, to_device, total
 from fdp._trees.describe import first_difference
 from fdp._trees.profiling import staged
@@ -44,9 +44,12 @@ def join(
     for i, (leaf, spec) in enumerate(zip(flats[0].leaves, flats[0].specs, strict=True)):
         if callable(spec):
             flats[0].specs[i] = spec(leaf) if isinstance(leaf, torch.Tensor) else 0
+    specs, is_compiling = flats[0].specs, torch.compiler.is_compiling()
+    are_zero = specs.count(0) == len(specs) and {int}.issuperset(map(type, specs))
+    if are_zero and not is_compiling and have_rows([flat.leaves for flat in flats]):
+        return unflatten(flats[0].structure, _concatenated(flats, columns, device))
     raise_any([problem_of(column, flats[0], i, weights) for i, column in enumerate(columns)], choices, where, hint)
-    specs = flats[0].specs
-    if torch.compiler.is_compiling():  # ids would become guards on these very tensors
+    if is_compiling:  # ids would become guards on these very tensors
         leaves = [
             _join_leaf(column, spec, weights, device, flats[0], i)
             for i, (column, spec) in enumerate(zip(columns, specs, strict=True))
@@ -61,6 +64,20 @@ def join(
         if key not in joined:
             joined[key] = _join_leaf(column, key[0], weights, device, flats[0], i)
     return unflatten(flats[0].structure, [joined[key] for key in keys])
+
+
+def _concatenated(
+    flats: Sequence[Flat], columns: Sequence[Sequence[torch.Tensor]], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors that have rows; one that stands in two places is one tensor."""
+    are_here = all({device}.issuperset(tensor.device for tensor in flat.leaves) for flat in flats)
+    keys = list(zip(*(map(id, flat.leaves) for flat in flats), strict=True))
+    joined: dict[tuple[int, ...], torch.Tensor] = {}
+    for i, (key, column) in enumerate(zip(keys, columns, strict=True)):
+        if key not in joined:
+            moved = column if are_here else [copy(value, device, flats[0], i) for value in column]
+            joined[key] = concat(moved, 0)
+    return [joined[key] for key in keys]
 
 
 def _join_tensors(

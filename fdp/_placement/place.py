@@ -72,9 +72,10 @@ def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Me
         if torch.compiler.is_compiling():
             return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
         key = (id(leaf), spec)
-        if key not in memo:
-            memo[key] = _pieces(leaf, spec, plan, flat, index)
-        return memo[key]
+        found = memo.get(key)
+        if found is None:
+            found = memo[key] = _pieces(leaf, spec, plan, flat, index)
+        return found
     if isinstance(leaf, Slots):
         return _cut_slots(leaf, spec, plan, flat.path(index))
     if spec == "items" and plan.sizes is not None:

@@ -42,6 +42,8 @@ def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
     """How shards run, and why."""
     reason, timings = why_in_order(mode, len(slots)), timings_of(mode, slots)
     if reason is None and timings is not None:
+        if timings.is_trying():
+            return "side by side in threads and one shard after the other in turns, to see which is faster"
         reason = timings.why_in_order()
     return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
 

@@ -39,9 +39,13 @@ class Timings:
         """In threads where nothing is known: of a way in which calls fail."""
         return len(self._in_order) > 0 and _median(self._in_order) < _median(self._in_threads)
 
+    def is_trying(self) -> bool:
+        """Whether both ways are still tried."""
+        return self._calls < 2 * _TRIALS
+
     def why_in_order(self) -> str | None:
-        """Why shards run one after the other, None if they do not, or if both ways are yet to be tried."""
-        if self._calls < 2 * _TRIALS or not self._is_faster_in_order():
+        """Why shards run one after the other, None if they do not."""
+        if not self._is_faster_in_order():
             return None
         times = [f"{1000 * _median(each):.2g} ms" for each in (self._in_order, self._in_threads)]
         return f"they have taken {times[0]} so, and {times[1]} in threads"

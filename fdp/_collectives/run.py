@@ -179,8 +179,8 @@ def _like(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """An alias with what a function can see of a tensor: its class, attributes and gradient."""
     if type(x) is not type(alias):
         alias = alias.as_subclass(type(x))
-    if vars(x):
-        vars(alias).update(vars(x))
+    for name, value in vars(x).items():  # not those that its class has given the alias already
+        vars(alias).setdefault(name, value)
     if x.is_leaf and x.grad is not None:
         alias.grad = x.grad
     return alias

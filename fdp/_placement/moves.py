@@ -112,6 +112,8 @@ def accumulate(held: list[torch.Tensor], index: int, tensor: torch.Tensor) -> No
 
 
 def _may_be_large(total: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return False
     is_dense = tensor.layout is total.layout is torch.strided
     return is_dense and total.nbytes >= LARGE and total.dtype is tensor.dtype and not tensor.requires_grad
 

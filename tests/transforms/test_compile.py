@@ -169,6 +169,12 @@ def test_new_tensors_run_the_same_graph(name: str):
     assert len(graphs) == 1
 
 
+def test_sizes_that_are_symbols():
+    """Of parameters too: sums of their gradients ask for no bytes."""
+    step = torch.compile(CALLS["value_and_grad"], fullgraph=True, backend="eager", dynamic=True)
+    assert_close_tree(step(W, X, Y), CALLS["value_and_grad"](W, X, Y), rtol=1e-12)
+
+
 def test_a_function_that_is_compiled_inside():
     inner = compiled(predict)
     assert_close_tree(dp_apply(inner, W, X, SLOTS), dp_apply(predict, W, X, SLOTS))

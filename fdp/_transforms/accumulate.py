@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
 
@@ -117,18 +117,18 @@ class Gradients:
 
     def _add_whole(self, flat: Flat, homes: list[Any], sums: list[Grad], grads: Sequence[Grad]) -> None:
         """Add to the sum of each tensor: to small ones all in one call."""
-        left: Iterable[int] = range(len(grads))
+        small: list[int] = []
         if _are(homes, grads):
-            if type(None) in map(type, sums):  # an `in` of the tensors would compare them
-                left = [i for i in left if sums[i] is not None]
-                sums[:] = [grad if total is None else total for total, grad in zip(sums, grads, strict=True)]
-            elif _are(homes, sums):
+            if {type(None)}.issuperset(map(type, sums)):  # by types: `==` would compare the values of tensors
+                sums[:] = grads
+                return
+            if _are(homes, sums):
                 small = [i for i, grad in enumerate(grads) if grad is not None and grad.nbytes < LARGE]
-                added = torch_private.foreach_add([sums[i] for i in small], [grads[i] for i in small]) if small else ()
-                for i, total in zip(small, added, strict=True):
-                    sums[i] = total
-                left = sorted(set(left).difference(small))
-        for i in left:
+        if small:
+            added = torch_private.foreach_add([sums[i] for i in small], [grads[i] for i in small])
+            for i, total in zip(small, added, strict=True):
+                sums[i] = total
+        for i in sorted(set(range(len(grads))).difference(small)):
             self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
 
     def sums(self) -> list[torch.Tensor]:

@@ -50,13 +50,13 @@ def signature_of(
             return None
         parts += map(type, leaves)
         try:
-            parts += map(_kind_of_tensor, leaves)
+            kinds = list(map(_kind_of_tensor, leaves))
         except (AttributeError, RuntimeError):  # not all are tensors, or one is nested
             kinds = list(map(_kind_of, leaves))
             if None in kinds:
                 return None
-            parts += kinds
             has_slots = has_slots or any(isinstance(leaf, Slots) for leaf in leaves)
+        parts += kinds
     devices = options.devices
     parts.append(None if devices is None and has_slots else as_devices(devices, options.where))
     return tuple(parts)

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from fdp._collectives.executor import Mode, timings_of, why_in_order
 from fdp._collectives.lockstep import Task, run_together
 from fdp._collectives.slot_threads import Failures
+from fdp._execution.executor import Mode, timings_of, why_in_order
 from fdp._execution.function_traits import (
     begin_anew,
     compilations,
@@ -134,7 +134,7 @@ def _run_each(
     if why_in_order(mode, len(tasks)) is not None:
         return _run_in_order(tasks, slots, mode, take, 0)
     timings = timings_of(mode, slots)
-    in_order, start = timings is not None and timings.is_in_order(), time.perf_counter()
+    in_order, start = timings is not None and timings.begin(), time.perf_counter()
     if in_order:
         failures = _run_in_order(tasks, slots, mode, take, 0)
     else:

@@ -20,8 +20,8 @@ class Timings:
         self._in_order: deque[float] = deque(maxlen=_KEPT)
         self._in_threads: deque[float] = deque(maxlen=_KEPT)
 
-    def is_in_order(self) -> bool:
-        """Whether the next call runs one shard after the other: where that was faster, or is to be tried.
+    def begin(self) -> bool:
+        """Count a call. Whether it runs one shard after the other: where that was faster, or is to be tried.
 
         Each way is tried in the first calls, and the slower one again after 64 calls, 128, 256 and so on.
         """

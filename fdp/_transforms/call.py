@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._collectives.executor import check_options
+from fdp._execution.executor import check_options
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall

@@ -12,7 +12,7 @@ from fdp._transforms.shard_grad import Problem, args_with, inputs_of, needs_tran
 from fdp._trees.types import Function
 
 
-class Weights(NamedTuple):
+class Counts(NamedTuple):
     """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
 
     own: Sequence[float]

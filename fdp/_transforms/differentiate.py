@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fdp._collectives.executor import Mode
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import run, run_all
+from fdp._execution.executor import Mode
 from fdp._execution.function_traits import meets
 from fdp._execution.restart import Again, forget_restarts
 from fdp._placement.devices import as_device
@@ -24,7 +24,7 @@ from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
 from fdp._transforms.call import Call, Shard, bind
-from fdp._transforms.counts import Weights, count_of
+from fdp._transforms.counts import Counts, count_of
 from fdp._transforms.shard_grad import (
     Out,
     Problem,
@@ -136,7 +136,7 @@ class Differentiation:
         grads = gradients.finish()
         return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
-    def _joined(self, outs: Sequence[Out], call: Call, weights: Weights) -> tuple[Joined, Joined | None]:
+    def _joined(self, outs: Sequence[Out], call: Call, weights: Counts) -> tuple[Joined, Joined | None]:
         """How the losses become one, and what else the shards have returned."""
         sizes = call.partition.sizes
         losses = promoted([out.loss for out in outs]) if outs else []
@@ -165,11 +165,11 @@ class Differentiation:
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
 
-    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> Weights:
+    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> Counts:
         """What each shard counts in the loss: its rows, or what `count` says."""
         sizes = call.partition.sizes
         if self.reduction == "sum":
-            return Weights([1] * len(shards), lambda: 1)
+            return Counts([1] * len(shards), lambda: 1)
         if self.count is None:
             if sizes is None and len(shards) > 1:
                 raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
@@ -183,7 +183,7 @@ class Differentiation:
 
             if sum(own) == 0:
                 rows()
-            return Weights(own, rows)
+            return Counts(own, rows)
         tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in shards]
         slots = call.places()
         own = run_all(tasks, slots, Mode("sequential", None, self.count, peers=call.peers))
@@ -192,7 +192,7 @@ class Differentiation:
         whole = call.peers.total(sum(own), f"count of {self.where}")
         if whole == 0:
             raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
-        return Weights(own, lambda: whole)
+        return Counts(own, lambda: whole)
 
     def _run(
         self,
@@ -201,7 +201,7 @@ class Differentiation:
         shards: Sequence[Shard],
         given: Sequence[torch.Tensor],
         take: Callable[[int, ShardResult], None],
-    ) -> Weights:
+    ) -> Counts:
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]

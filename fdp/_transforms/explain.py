@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from fdp._collectives.executor import Mode, check_options, executor_of
+from fdp._execution.executor import Mode, check_options, executor_of
 from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments, of_outputs

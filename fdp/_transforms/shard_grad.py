@@ -202,6 +202,7 @@ def inputs_of(problem: Problem, shard: Shard) -> Inputs:
 
 
 def args_with(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tree]:
+    """The arguments of a shard, with other trees where it is differentiated."""
     args = list(shard.args)
     for i, tree in zip(problem.argnums, trees, strict=True):
         args[i] = tree

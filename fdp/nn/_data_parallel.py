@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, final
 import torch
 from torch import nn
 
-from fdp._collectives.executor import Mode, check_options
+from fdp._execution.executor import Mode, check_options
 from fdp._execution.function_traits import Safe, has_met
 from fdp._execution.random import bookmark, stay
 from fdp._execution.restart import Again

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdp._collectives.executor import Mode
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import run_all
+from fdp._execution.executor import Mode
 from fdp._placement.devices import as_device
 from fdp._placement.partition import Partition
 from fdp._placement.plan import places_of

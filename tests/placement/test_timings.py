@@ -18,7 +18,7 @@ def used(fast: str, calls: int = 300) -> list[str]:
     """Which way is taken where one of the two is faster."""
     timings, taken = Timings(), []
     for _ in range(calls):
-        way = "in order" if timings.is_in_order() else "in threads"
+        way = "in order" if timings.begin() else "in threads"
         timings.note(1.0 if way == fast else 2.0, in_order=way == "in order")
         taken.append(way)
     return taken
@@ -35,14 +35,14 @@ def test_the_faster_way_is_taken_after_six_calls(fast: str):
 def test_the_other_way_is_taken_when_it_has_become_faster():
     timings = Timings()
     for i in range(200):
-        in_order = timings.is_in_order()
+        in_order = timings.begin()
         timings.note(2.0 if in_order == (i >= 50) else 1.0, in_order=in_order)
-    assert not timings.is_in_order()
+    assert not timings.begin()
 
 
 def test_threads_are_kept_where_no_call_has_ended():
     timings = Timings()
-    assert [timings.is_in_order() for _ in range(10)][6:] == [False] * 4
+    assert [timings.begin() for _ in range(10)][6:] == [False] * 4
     assert timings.why_in_order() is None
 
 

@@ -6,7 +6,9 @@ differentiates by itself would reach into the others.
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,7 +28,7 @@ from fdp._collectives.graph import (
     waited_for,
 )
 from fdp._trees import torch_private
-from fdp._trees.tree import map_tensors, tensors_in
+from fdp._trees.tree import map_tensors, tensors_of_new
 from fdp._trees.types import Tree
 
 
@@ -69,7 +71,7 @@ class Ends(NamedTuple):
 def isolated(tree: Tree) -> tuple[Tree, Ends]:
     """The tree with leaves of its own in place of tensors that lead on into the caller's graph."""
     ends = Ends([], [])
-    if not any(x.requires_grad and not x.is_leaf for x in tensors_in(tree, is_new=True)):
+    if all(x.is_leaf for x in _differentiable(tuple(tree) if isinstance(tree, tuple) else tree)):  # of arguments
         return tree, ends
     own: dict[int, Tensor] = {}
 
@@ -116,7 +118,11 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
 
 
 def _differentiable(tree: Tree) -> list[Tensor]:
-    return list({id(x): x for x in tensors_in(tree, is_new=True) if x.requires_grad}.values())
+    tensors = tensors_of_new(tree)
+    return list({id(x): x for x in compress(tensors, map(_REQUIRES_GRAD, tensors))}.values())
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")  # looked up by few calls of Python, also in many tensors
 
 
 class _Graph(NamedTuple):

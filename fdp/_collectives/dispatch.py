@@ -22,10 +22,13 @@ def on_tree(
     """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
     axis = axis_of(where, axis_name)
     flat = flatten(tree, "tree", where=where)
-    is_tensor = {kind: issubclass(kind, Tensor) for kind in set(map(type, flat.leaves))}
-    are_tensors = [is_tensor[kind] for kind in map(type, flat.leaves)]
-    tensors = flat.leaves if all(are_tensors) else [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
-    plain = () if all(are_tensors) else [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
+    kinds = set(map(type, flat.leaves))
+    if all(issubclass(kind, Tensor) for kind in kinds):
+        are_tensors, tensors, plain = [True] * len(flat.leaves), flat.leaves, []
+    else:
+        are_tensors = [isinstance(leaf, Tensor) for leaf in flat.leaves]
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+        plain = [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
     if not all(isinstance(leaf, int | float) and numbers for leaf in plain):
         raise _not_exchanged(where, flat, numbers)
     operation = make(tensors)

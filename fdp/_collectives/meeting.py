@@ -106,6 +106,7 @@ def _said(operation: Operation, tensors: Sequence[Tensor], same: Any) -> str:
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_IS_CPU = operator.attrgetter("is_cpu")  # quicker to ask for than the device
 
 
 class _Brought(NamedTuple):
@@ -192,7 +193,7 @@ class _Exchange(NamedTuple):
 
 def _packed(layout: Layout, tensors: Sequence[Tensor], device: torch.device, names: "_Leaves") -> list[Tensor]:
     """What a slot has brought, in buffers on one device."""
-    if len({x.device for x in tensors}) > 1:
+    if not all(map(_IS_CPU, tensors)) and len({x.device for x in tensors}) > 1:
         tensors = [copy(x, device, names, i) for i, x in enumerate(tensors)]
     with torch.no_grad():
         return layout.packed(tensors)

@@ -8,11 +8,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+_LAYOUT = operator.attrgetter("layout")
 _SMALL = 2**16  # bytes
 _KEPT = 32  # of how many trees the layouts are kept
 
@@ -85,7 +87,7 @@ def layout_of(
     """How tensors of these shapes and dtypes travel, of which each slot has a row; None if each is by itself."""
     if len(shapes) == 1:
         return None
-    if {x.layout for tensors in rows for x in tensors} == {torch.strided}:
+    if set(map(_LAYOUT, chain(*rows))) == {torch.strided}:
         return _layout_of(tuple(shapes), tuple(dtypes), ())
     columns = enumerate(zip(*rows, strict=True))
     loose = tuple(i for i, xs in columns if any(x.layout is not torch.strided for x in xs))
@@ -110,4 +112,5 @@ def _layout_of(
     if len(buffers) == len(shapes):
         return None
     places = [i for parts in buffers for part in parts for i in part.places]
-    return Layout(buffers, operator.itemgetter(*sorted(range(len(places)), key=places.__getitem__)))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return Layout(buffers, list if order == sorted(order) else operator.itemgetter(*order))

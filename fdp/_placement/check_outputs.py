@@ -25,13 +25,6 @@ def raise_any(problems: Sequence[str | None], choices: str, where: str, hint: st
 def problem_of(column: Sequence[Any], flat: Flat, index: int, weights: Weights) -> str | None:
     """Why the values of one leaf cannot be joined, None if they can."""
     spec = flat.specs[index]
-    if (
-        type(spec) is int
-        and spec == 0
-        and not torch.compiler.is_compiling()
-        and have_rows([(value,) for value in column])
-    ):
-        return None
     if type(spec) is not int and spec is not None and not (isinstance(spec, str) and spec in REDUCTIONS):
         try:  # naming the leaf takes time
             check_out_dim(spec, flat.path(index))
@@ -63,16 +56,18 @@ def problem_of(column: Sequence[Any], flat: Flat, index: int, weights: Weights) 
     return problem and f"{flat.path(index)} {problem}"
 
 
-def have_rows(shards: Sequence[Sequence[Any]]) -> bool:
-    """Whether all leaves are tensors that differ from those of other shards in nothing but the rows along dim 0.
+def may_have_rows(shards: Sequence[Sequence[Any]]) -> bool:
+    """Whether all leaves are tensors with a dim 0, and those of shards alike but, perhaps, for their shapes.
 
-    So are almost all outputs, and then nothing else need be asked of single leaves.
+    So are almost all outputs. Then torch says whether they can be concatenated.
     """
     first: list[Any] | None = None
     for leaves in shards:
-        if not _TENSOR.issuperset(map(type, leaves)) or True in map(_is_nested, leaves) or 0 in map(_ndim, leaves):
+        if not _TENSOR.issuperset(map(type, leaves)):
             return False
-        kinds = [*map(_dtype, leaves), *(shape[1:] for shape in map(_shape, leaves))]
+        kinds = list(map(_kind, leaves))
+        if first is None and any(is_nested or ndim == 0 for _, ndim, is_nested in kinds):
+            return False
         if kinds != (first or kinds):
             return False
         first = kinds
@@ -80,7 +75,7 @@ def have_rows(shards: Sequence[Sequence[Any]]) -> bool:
 
 
 _TENSOR = frozenset({torch.Tensor})
-_is_nested, _dtype, _shape, _ndim = map(operator.attrgetter, ("is_nested", "dtype", "shape", "ndim"))
+_kind = operator.attrgetter("dtype", "ndim", "is_nested")
 
 
 def _can_add(tensors: Sequence[torch.Tensor], spec: Any) -> bool:

@@ -1,6 +1,8 @@
 """From shards to one tree."""
 
+import contextlib
 import math
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -8,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fdp._placement.check_outputs import Weights, have_rows, problem_of, raise_any
+from fdp._placement.check_outputs import Weights, may_have_rows, problem_of, raise_any
 from fdp._placement.moves import accumulator, concat, copy, is_inexact, to_device, total
 from fdp._trees.describe import first_difference
 from fdp._trees.profiling import staged
 from fdp._trees.registry import flattened
-from fdp._trees.tree import Flat, flatten, unflatten
+from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
 
 
@@ -35,26 +37,28 @@ def join(
     if type(dims) in (int, str) and set(map(type, shards)) == {torch.Tensor} and not torch.compiler.is_compiling():
         leaves, structure = flattened(shards[0], name)
         return _join_tensors(shards, Flat(name, leaves, [dims], structure, []), weights, device, where, hint)
-    flats = [flatten(shard, name, dims, choices, where) for shard in shards]
+    first = flatten(shards[0], name, dims, choices, where)
+    flats = [first, *[_alike(shard, first) or flatten(shard, name, dims, choices, where) for shard in shards[1:]]]
     for i, flat in enumerate(flats[1:], 1):
-        if _structures_differ(flat.structure, flats[0].structure):
-            path, one, other = first_difference(flats[0].structure, flat.structure, name)
+        if flat.structure is not first.structure and _structures_differ(flat.structure, first.structure):
+            path, one, other = first_difference(first.structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
-    columns = list(zip(*(flat.leaves for flat in flats), strict=True))
-    for i, (leaf, spec) in enumerate(zip(flats[0].leaves, flats[0].specs, strict=True)):
+    columns = list(zip(*[flat.leaves for flat in flats], strict=True))
+    for i, (leaf, spec) in enumerate(zip(first.leaves, first.specs, strict=True)):
         if callable(spec):
-            flats[0].specs[i] = spec(leaf) if isinstance(leaf, torch.Tensor) else 0
-    specs, is_compiling = flats[0].specs, torch.compiler.is_compiling()
+            first.specs[i] = spec(leaf) if isinstance(leaf, torch.Tensor) else 0
+    specs, is_compiling = first.specs, torch.compiler.is_compiling()
     are_zero = specs.count(0) == len(specs) and {int}.issuperset(map(type, specs))
-    if are_zero and not is_compiling and have_rows([flat.leaves for flat in flats]):
-        return unflatten(flats[0].structure, _concatenated(flats, columns, device))
-    raise_any([problem_of(column, flats[0], i, weights) for i, column in enumerate(columns)], choices, where, hint)
+    if are_zero and not is_compiling and may_have_rows([flat.leaves for flat in flats]):
+        with contextlib.suppress(RuntimeError):  # of shapes that differ in more: what follows says which
+            return unflatten(first.structure, _concatenated(flats, columns, device))
+    raise_any([problem_of(column, first, i, weights) for i, column in enumerate(columns)], choices, where, hint)
     if is_compiling:  # ids would become guards on these very tensors
         leaves = [
-            _join_leaf(column, spec, weights, device, flats[0], i)
+            _join_leaf(column, spec, weights, device, first, i)
             for i, (column, spec) in enumerate(zip(columns, specs, strict=True))
         ]
-        return unflatten(flats[0].structure, leaves)
+        return unflatten(first.structure, leaves)
     keys = [
         (spec, *map(id, column)) if isinstance(column[0], torch.Tensor) else (spec, i)
         for i, (column, spec) in enumerate(zip(columns, specs, strict=True))
@@ -62,22 +66,44 @@ def join(
     joined: dict[tuple[Any, ...], Any] = {}
     for i, (key, column) in enumerate(zip(keys, columns, strict=True)):
         if key not in joined:
-            joined[key] = _join_leaf(column, key[0], weights, device, flats[0], i)
-    return unflatten(flats[0].structure, [joined[key] for key in keys])
+            joined[key] = _join_leaf(column, key[0], weights, device, first, i)
+    return unflatten(first.structure, [joined[key] for key in keys])
+
+
+def _alike(tree: Tree, first: Flat) -> Flat | None:
+    """A tree that is one container of leaves, as the first is: flattened without a look at its keys."""
+    structure = first.structure
+    if torch.compiler.is_compiling() or structure.num_nodes != structure.num_leaves + 1:
+        return None
+    if type(tree) is not structure.type or type(tree) not in (dict, list, tuple):
+        return None
+    try:
+        leaves = leaves_up_to(structure, tree)
+    except ValueError:  # it has other keys
+        return None
+    return first._replace(leaves=leaves) if _TENSOR.issuperset(map(type, leaves)) else None
+
+
+_TENSOR = frozenset({torch.Tensor})
 
 
 def _concatenated(
     flats: Sequence[Flat], columns: Sequence[Sequence[torch.Tensor]], device: torch.device
 ) -> list[torch.Tensor]:
     """Tensors that have rows; one that stands in two places is one tensor."""
-    are_here = all({device}.issuperset(tensor.device for tensor in flat.leaves) for flat in flats)
-    keys = list(zip(*(map(id, flat.leaves) for flat in flats), strict=True))
-    joined: dict[tuple[int, ...], torch.Tensor] = {}
+    are_here = all({device}.issuperset(map(_device, flat.leaves)) for flat in flats)
+    keys: Sequence[Any] = range(len(columns))
+    if len(set(map(id, flats[0].leaves))) < len(columns):
+        keys = list(zip(*[map(id, flat.leaves) for flat in flats], strict=True))
+    joined: dict[Any, torch.Tensor] = {}
     for i, (key, column) in enumerate(zip(keys, columns, strict=True)):
         if key not in joined:
             moved = column if are_here else [copy(value, device, flats[0], i) for value in column]
             joined[key] = concat(moved, 0)
     return [joined[key] for key in keys]
+
+
+_device: Callable[[torch.Tensor], torch.device] = operator.attrgetter("device")
 
 
 def _join_tensors(

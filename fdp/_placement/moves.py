@@ -146,7 +146,7 @@ def _references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
     return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
 
 
-LARGE = 2**16  # bytes: below, counting takes longer than allocating
+LARGE = 2**18  # bytes: below, counting who refers to a tensor takes longer than allocating another
 _ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fdp._placement.join import join
 from fdp._placement.partition import Partition
 from fdp._placement.slot import Slot
+from fdp._trees.profiling import NOTHING
 from fdp._trees.tree import Flat
 from fdp._trees.types import Dims, Tree
 
@@ -60,7 +61,7 @@ class PeerCall:
 
         Tensors like the `zeros` may be added up at its end.
         """
-        return contextlib.nullcontext()
+        return NOTHING
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         """The places of the shards of this process, counted over all."""
@@ -95,7 +96,7 @@ class PeerCall:
 
     def again(self, where: str) -> contextlib.AbstractContextManager[object]:
         """As a context: slots that have met run once more, such as for a backward."""
-        return contextlib.nullcontext()
+        return NOTHING
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         """Agree on the end of a call; outside of the context the result says what it returns."""
@@ -138,7 +139,7 @@ class Peers:
 
     def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
         """Around the beginning of a call: what fails before it has begun in all processes fails in all."""
-        return contextlib.nullcontext()
+        return NOTHING
 
     def check(self, where: str) -> None:
         """They can still be reached."""

@@ -46,35 +46,43 @@ def place(
     plan: Partition,
     memo: Memo,
     by_rows: Mapping[int, Partition] | None = None,
-    places: Sequence[int] | None = None,
+    how: PlannedArgument | None = None,
 ) -> list[Tree]:
     """The tree of each shard. A tensor that stands in several places is moved once and stays one tensor.
 
-    Where tensors differ in their rows, `by_rows` has the plan for each number of them. `places` are the leaves that are
-    not the same for all shards.
+    Where tensors differ in their rows, `by_rows` has the plan for each number of them. `how` is what was planned.
     """
-    if places is not None and len(places) == 0:
-        return [unflatten(flat.structure, flat.leaves) for _ in plan.slots]
-    shards = [flat.leaves.copy() for _ in plan.slots]
-    for i in range(len(flat.leaves)) if places is None else places:
-        leaf, spec = flat.leaves[i], flat.specs[i]
+    leaves = flat.leaves
+    places = range(len(leaves)) if how is None else how.places
+    if not places:
+        return [unflatten(flat.structure, leaves) for _ in plan.slots]
+    stays, columns = how is not None and not how.moves, []
+    for i in places:
+        leaf, spec = leaves[i], flat.specs[i]
         part = plan if by_rows is None else by_rows.get(rows_of(leaf, spec), plan)
-        for shard, value in zip(shards, _cut(leaf, spec, part, flat, i, memo), strict=True):
+        columns.append(_cut(leaf, spec, part, flat, i, memo, stays))
+    if len(columns) == len(leaves):
+        return [unflatten(flat.structure, own) for own in zip(*columns, strict=True)]
+    shards = [leaves.copy() for _ in plan.slots]
+    for i, column in zip(places, columns, strict=True):
+        for shard, value in zip(shards, column, strict=True):
             shard[i] = value
-    return [unflatten(flat.structure, leaves) for leaves in shards]
+    return [unflatten(flat.structure, own) for own in shards]
 
 
-def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo) -> Sequence[Any]:
-    """What each shard gets of a leaf."""
+def _cut(
+    leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo, stays: bool
+) -> Sequence[Any]:
+    """What each shard gets of a leaf, which may be known to stay on its device."""
     if isinstance(leaf, torch.Tensor):
         if spec is None or plan.sizes is None or len(plan.slots) == 1:
             return [copy_once(leaf, device, flat, index, memo) for device in plan.devices]
         if torch.compiler.is_compiling():
-            return _pieces(leaf, spec, plan, flat, index)  # an id would become a guard on this very tensor
+            return _pieces(leaf, spec, plan, flat, index, stays)  # an id would become a guard on this very tensor
         key = (id(leaf), spec)
         found = memo.get(key)
         if found is None:
-            found = memo[key] = _pieces(leaf, spec, plan, flat, index)
+            found = memo[key] = _pieces(leaf, spec, plan, flat, index, stays)
         return found
     if isinstance(leaf, Slots):
         return _cut_slots(leaf, spec, plan, flat.path(index))
@@ -88,10 +96,12 @@ def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Me
     return [leaf] * len(plan.slots)
 
 
-def _pieces(tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int) -> Sequence[torch.Tensor]:
+def _pieces(
+    tensor: torch.Tensor, dim: int, plan: Partition, flat: Flat, index: int, stays: bool
+) -> Sequence[torch.Tensor]:
     assert plan.sizes is not None
     parts = split(tensor, plan.sizes, dim)
-    if plan.devices.count(tensor.device) == len(plan.devices):
+    if stays or plan.devices.count(tensor.device) == len(plan.devices):
         return parts
     return [copy(part, device, flat, index) for part, device in zip(parts, plan.devices, strict=True)]
 

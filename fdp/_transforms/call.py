@@ -80,7 +80,7 @@ class Call(NamedTuple):
         columns = []
         for flat, arg in zip(self.flats, self.plan.args, strict=True):
             with stage(arg.stage):
-                columns.append(place(flat, self.partition, memo, places=arg.places))
+                columns.append(place(flat, self.partition, memo, how=arg))
         n, keywords = self.n_args, self.keywords
         shards = [
             Shard(values[:n], dict(zip(keywords, values[n:], strict=True)) if keywords else {})

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fdp
 
-SIZE = 128  # 128 KiB of float64
+SIZE = 256  # 512 KiB of float64
 X = torch.randn(9, SIZE, dtype=torch.float64)
 
 

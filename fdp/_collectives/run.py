@@ -39,7 +39,7 @@ from fdp._execution.patches import IN_TURNS
 from fdp._execution.random import bookmark, seeded, stay
 from fdp._execution.restart import Again, Together, forget_restarts
 from fdp._execution.thread_state import why_not_together
-from fdp._execution.threads import run_side_by_side
+from fdp._execution.threads import inner_threads, run_side_by_side
 from fdp._placement.slot import IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
@@ -135,10 +135,11 @@ def _run_each(
         return _run_in_order(tasks, slots, mode, take, 0)
     timings = timings_of(mode, slots)
     in_order, start = timings is not None and timings.begin(), time.perf_counter()
+    tasks = _in_a_chain(tasks)
     if in_order:
-        failures = _run_in_order(tasks, slots, mode, take, 0)
+        with inner_threads(len(tasks)):  # the same bits, whichever way times have chosen
+            failures = _run_in_order(tasks, slots, mode, take, 0)
     else:
-        tasks = _in_a_chain(tasks)
         failures = run_side_by_side(tasks, slots, mode.fn, take, has_effects=mode.stays)
     if failures is None:
         if not taken:  # else what was taken would be drawn again

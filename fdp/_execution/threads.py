@@ -21,13 +21,13 @@ interrupted itself. Only a second interrupt in its first few instructions gets p
 and nobody waits for that.
 """
 
+import contextlib
 import contextvars
 import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -95,6 +95,20 @@ def run_side_by_side(
             lanes.settle()
         finally:
             release()
+
+
+@contextlib.contextmanager
+def inner_threads(shards: int) -> Iterator[None]:
+    """Give operations as many threads as they have in so many shards side by side: sums round as they do there."""
+    before = torch.get_num_threads()
+    count = max(1, min(before, cores() // min(shards, cores())))
+    try:
+        if count != before:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
 
 
 @final
@@ -218,7 +232,7 @@ class _Lanes:
 
     def _run(self, job: _ShardJob, state: ThreadState | None = None) -> None:
         try:
-            with nullcontext() if state is None else state.restored():
+            with contextlib.nullcontext() if state is None else state.restored():
                 self.running.begin(job.number)
                 try:
                     self._results[job.number] = run_in_slot(job.slot, job.task, job.context)

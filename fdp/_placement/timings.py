@@ -1,13 +1,14 @@
 """How long the shards of a plan take side by side and one after the other, so that `"auto"` takes the faster way.
 
 Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the median of the last few
-counts. Any thread may use them: two at once may count a call once, or both try the same way, and no more.
+counts, and what a way has shown is forgotten when it is tried again: three slow calls mislead for a while only. Any thread may use them: two at once may count a call once, or both try the same way, and no more.
 """
 
 from collections import deque
 from typing import final
 
 _TRIALS = 3  # of each way: in the first a thread may have to start, and caches are cold
+_AGAIN = 16
 _KEPT = 5
 
 
@@ -23,13 +24,16 @@ class Timings:
     def begin(self) -> bool:
         """Count a call. Whether it runs one shard after the other: where that was faster, or is to be tried.
 
-        Each way is tried in the first calls, and the slower one again after 64 calls, 128, 256 and so on.
+        Each way is tried in the first calls, and the slower one again after 16 calls, 32, 64 and so on.
         """
         self._calls += 1
         if self._calls <= 2 * _TRIALS:
             return self._calls % 2 == 0
-        again = self._calls >= 64 and self._calls & (self._calls - 1) == 0
-        return self._is_faster_in_order() != again
+        in_order = self._is_faster_in_order()
+        if self._calls >= _AGAIN and self._calls & (self._calls - 1) == 0:
+            in_order = not in_order
+            (self._in_order if in_order else self._in_threads).clear()
+        return in_order
 
     def note(self, seconds: float, *, in_order: bool) -> None:
         """Remember how long a call took that nothing has disturbed."""

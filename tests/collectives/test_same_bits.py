@@ -53,7 +53,7 @@ def record(rounds: int) -> None:
     fdp.dp_apply(fn, None, torch.arange(6), SIX, executor="threads")
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
 @pytest.mark.parametrize("how", [by_backward, twice, through_gradients])
 def test_gradients_from_outside_are_the_same_bits(how: Any, executor: Any):
     params = {"w": numbers(8, 8).float().requires_grad_(), "b": numbers(8).float().requires_grad_()}

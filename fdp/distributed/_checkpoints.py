@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import EXCLUSIVE, fold_in
 from fdp._trees.types import Tree
-from fdp.distributed._checkpoint_files import load, newest, write
-from fdp.distributed._portable import pack, unpack
+from fdp.distributed import _checkpoint_writer as writer
+from fdp.distributed._checkpoint_files import CheckpointFiles
+from fdp.distributed._portable import check, data_of, outline, pack, room_for, unpack
 from fdp.distributed._session import Tag, meet
 
 _CHUNK = 2**26  # bytes that are sent at once
@@ -44,11 +46,12 @@ class Checkpoints:
             for step in range(first, last):
                 ...
                 if (step + 1) % 100 == 0:
-                    checkpoints.save(step + 1, state)
+                    checkpoints.save(step + 1, state, wait=False)
+            checkpoints.wait()
 
     Args:
         directory: Where the files are; made if it is not there. Only process 0 reads and writes it, and no two runs
-            may use it at once.
+            may use it at once. Files are for your user only (mode 0600).
         keep: How many files stay; older ones are removed.
         mesh: What `fdp.distributed.init` returned. By default this process is alone.
 
@@ -61,34 +64,69 @@ class Checkpoints:
             raise TypeError(f"Checkpoints: keep must be an int, got {keep!r}")
         if keep < 1:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}")
-        self._directory, self._keep, self._mesh = Path(directory), keep, mesh
+        self._directory, self._mesh = Path(directory).absolute(), mesh
+        self._files = CheckpointFiles(self._directory, keep)
+        self._room: list[Any] = []  # where states are copied to that are written while the program goes on
 
-    def save(self, step: int, tree: Tree) -> None:
+    def save(self, step: int, tree: Tree, wait: bool = True) -> None:
         """Write a state, and with it torch's random generators of each process. All processes call it.
+
+        With `wait=False` it returns when process 0 has copied the state to the CPU. The file is written while the
+        program goes on; the next `save`, `restore` or `wait` waits for that, and so does the end of the program. Memory
+        for the copy is taken once, and kept.
 
         Args:
             step: A number from 0 on, which `restore` returns. It is the same in all processes.
             tree: A tree of tensors, numbers, strings, bytes, dtypes, devices and sizes, of which process 0's is taken.
-                Gradients and ties between tensors are not kept.
+                Gradients and ties between tensors are not kept. It may have another structure than the last one.
+            wait: Whether to return only when the file is on the disk.
 
         Raises:
             TypeError: A leaf of another type, with its path.
             ValueError: A bad `step`, or the processes have different ones.
-            OSError: Process 0 could not write; the files before it are as they were. In the others a RuntimeError.
+            OSError: Process 0 could not write this state, or an earlier one with `wait=False` (then this one is not
+                saved either). The files before it are as they were. In the other processes a RuntimeError.
         """
         comm = self._wire()
-        with _together(comm, "Checkpoints.save"):
+        with _together(comm, "Checkpoints.save", self._directory):
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
-        everybody = _from_all(comm, (step, _generator_states()))
+            if not isinstance(wait, bool):
+                raise TypeError(f"Checkpoints.save: wait must be True or False, got {wait!r}")
+            writer.wait(self._directory)
+        everybody = _from_all(comm, (step, _generator_states()), "Checkpoints.save")
         if len({other for other, _ in everybody}) > 1:
             raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
         with _together(comm, "Checkpoints.save", self._directory):
-            if comm is None or comm.rank == comm.ranks[0]:
-                state = pack(tree, "Checkpoints.save")
-                generators = [states for _, states in everybody]
-                whole = {"format": _FORMAT, "step": step, "generators": generators, **state}
-                write(self._directory, step, whole, self._keep)
+            if _is_first(comm):
+                self._write(step, tree, [states for _, states in everybody], wait)
+
+    def _write(self, step: int, tree: Tree, generators: list[Any], wait: bool) -> None:
+        packed = pack(tree, "Checkpoints.save", None if wait else self._room)
+        state = {"format": _FORMAT, "step": step, "generators": generators, **packed}
+        if wait:
+            self._files.write(step, state)
+            return
+        self._room = packed["leaves"]
+        writer.begin(self._directory, partial(_write_later, self._files, step, state))
+
+    def wait(self) -> None:
+        """Until a state that was saved with `wait=False` is on the disk. All processes call it.
+
+        >>> import fdp, tempfile, torch
+        >>> checkpoints = fdp.distributed.Checkpoints(tempfile.mkdtemp())
+        >>> w = torch.ones(2)
+        >>> checkpoints.save(1, w, wait=False)
+        >>> w = w.mul_(2)  # what is saved is a copy
+        >>> checkpoints.wait()
+        >>> checkpoints.restore()
+        (1, tensor([1., 1.]))
+
+        Raises:
+            OSError: Process 0 could not write it. In the other processes a RuntimeError.
+        """
+        with _together(self._wire(), "Checkpoints.wait", self._directory):
+            writer.wait(self._directory)
 
     def restore(self, like: Tree | None = None) -> tuple[int, Tree] | None:
         """What was saved last, and set torch's random generators as they were then. All processes call it.
@@ -101,25 +139,30 @@ class Checkpoints:
                 require gradients where its do. By default they are on the CPU, in dicts, lists and tuples.
 
         Returns:
-            The step and the tree, the same in all processes; None if nothing has been saved.
+            The step and the tree, the same in all processes; None if nothing has been saved. Its tensors are no views
+            of the file.
 
         Raises:
             ValueError: The tree differs from `like`, with the path; the file has another format.
-            RuntimeError: None of the files is whole. One that is not, before one that is, gives a warning.
-            OSError: Process 0 could not read. In the others a RuntimeError.
+            RuntimeError: None of the files is whole. One that is not, before one that is, gives a warning. Or another
+                process has failed.
+            OSError: Process 0 could not read, or not write an earlier state with `wait=False`. In the others a
+                RuntimeError.
         """
         comm = self._wire()
-        found = None
+        state = None
         with _together(comm, "Checkpoints.restore", self._directory):
-            if comm is None or comm.rank == comm.ranks[0]:
-                found = newest(self._directory)
-        data = _from_first(comm, None if found is None else found[1])
-        if data is None:
+            writer.wait(self._directory)
+            if _is_first(comm):
+                state = self._files.newest()
+                if state is not None and state.get("format") != _FORMAT:
+                    raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
+        if comm is not None:
+            state = _from_first(comm, state, like)
+        if state is None:
             return None
-        state = load(data)
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
-        tree = unpack(state, like, "Checkpoints.restore")
+        with _together(comm, "Checkpoints.restore"):
+            tree = unpack(state, like, "Checkpoints.restore")
         _set_generators(state["generators"], comm)
         return state["step"], tree
 
@@ -130,37 +173,50 @@ class Checkpoints:
         return None if processes is None else processes.comm
 
 
+def _write_later(files: CheckpointFiles, step: int, state: Any) -> None:
+    try:
+        files.write(step, state)
+    except BaseException as error:
+        error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
+        raise
+
+
 @contextlib.contextmanager
 def _together(comm: Any, where: str, directory: Path | None = None) -> Iterator[None]:
     """Meet the other processes at the end: what fails in one fails in all."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if directory is not None:
             error.add_note(f"{where}: in {directory}")
         if comm is not None:
-            meet(comm, Tag(where), failure=error)()
+            with contextlib.suppress(RuntimeError):  # those who have gone miss this process without being told
+                meet(comm, Tag(where), failure=error)()
         raise
     if comm is not None:
         meet(comm, Tag(where))()
 
 
-def _from_all(comm: Any, value: Any) -> list[Any]:
-    return [value] if comm is None else comm.objects(value, "Checkpoints")
+def _is_first(comm: Any) -> bool:
+    return comm is None or comm.rank == comm.ranks[0]
 
 
-def _from_first(comm: Any, data: bytes | None) -> bytes | None:
-    """The bytes of process 0, in all: nodes need not share a file system."""
-    if comm is None:
-        return data
-    size = _from_all(comm, None if data is None else len(data))[0]
-    if size is None:
+def _from_all(comm: Any, value: Any, where: str) -> list[Any]:
+    return [value] if comm is None else comm.objects(value, where)
+
+
+def _from_first(comm: Any, state: Any, like: Tree | None) -> Any:
+    """The state that process 0 has read, in all: nodes need not share a file system."""
+    said = comm.objects(None if state is None else outline(state), "Checkpoints.restore")[0]
+    if said is None:
         return None
-    parts = []
-    for start in range(0, size, _CHUNK):
-        part = bytes(min(_CHUNK, size - start)) if data is None else data[start : start + _CHUNK]
-        parts.append(comm.share_bytes(part, 0, "Checkpoints"))
-    return b"".join(parts)
+    with _together(comm, "Checkpoints.restore"):
+        check(said, like, "Checkpoints.restore")
+        state = room_for(said) if state is None else state
+    for data in data_of(state):
+        for piece in data.split(_CHUNK):
+            comm.share(piece, 0, "Checkpoints.restore")
+    return state
 
 
 def _generator_states() -> dict[str, torch.Tensor]:

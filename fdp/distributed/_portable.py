@@ -1,6 +1,7 @@
 """Trees as values that torch loads without running code, and back."""
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,10 +15,18 @@ from fdp._trees.types import Tree
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def pack(tree: Tree, where: str) -> dict[str, Any]:
-    """Copies of the leaves on the CPU, and where they stand."""
+def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The leaves on the CPU, and where they stand.
+
+    They are copies where `room` is given, in its tensors where these fit: new memory takes longer than to copy. Without
+    it, some are the tensors themselves.
+    """
     flat = flatten(tree, "tree", where=where)
-    leaves = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
+    with torch.inference_mode(False), torch.no_grad():
+        if room is None:
+            leaves = _alone(flat.leaves)
+        else:
+            leaves = [_copy(leaf, old) for leaf, old in zip_longest(flat.leaves, room[: len(flat.leaves)])]
     refused = [i for i, leaf in enumerate(leaves) if type(leaf) not in (torch.Tensor, *_PLAIN)]
     if refused:
         each = listed(refused, lambda i: f"{flat.path(i)} is a {type(leaves[i]).__name__}", "; ")
@@ -29,8 +38,48 @@ def pack(tree: Tree, where: str) -> dict[str, Any]:
     return {"leaves": leaves, "paths": _paths(flat), "indices": indices if _is_plain(indices) else None}
 
 
+def outline(packed: dict[str, Any]) -> dict[str, Any]:
+    """What was packed, without the data of large tensors."""
+    return {**packed, "leaves": [x.to("meta") if _has_data(x) else x for x in packed["leaves"]]}
+
+
+def room_for(outline: dict[str, Any]) -> dict[str, Any]:
+    """What was packed, with memory in which the data are to come."""
+    leaves = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") if _is_meta(x) else x
+        for x in outline["leaves"]
+    ]
+    return {**outline, "leaves": leaves}
+
+
+def data_of(packed: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The data of large tensors, as bytes, to be read or written."""
+    for x in packed["leaves"]:
+        if _has_data(x):
+            yield torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage())
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_meta
+
+
+def _has_data(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_quantized and x.nbytes > 0
+
+
+def check(packed: dict[str, Any], like: Tree | None, where: str) -> None:
+    """Whether it can be unpacked; what is not like the tree is named with its path."""
+    _fitting(packed, like, where)
+
+
 def unpack(packed: dict[str, Any], like: Tree | None, where: str) -> Tree:
     """Inverse of `pack`; with `like`, in its containers and on its devices."""
+    flat, leaves = _fitting(packed, like, where)
+    return unflatten(flat.structure, leaves if like is None else map(_placed, leaves, flat.leaves))
+
+
+def _fitting(packed: dict[str, Any], like: Tree | None, where: str) -> tuple[Flat, list[Any]]:
+    """The tree that gives the containers, and the leaves in its order."""
     leaves, indices = packed["leaves"], packed["indices"]
     saved = flatten(indices, "tree", where=where) if indices is not None else None
     if like is None:
@@ -39,16 +88,41 @@ def unpack(packed: dict[str, Any], like: Tree | None, where: str) -> Tree:
                 f"{where}: the tree has containers other than dict, list and tuple, which only a tree like it can "
                 "give: restore(like=tree)"
             )
-        return unflatten(saved.structure, (leaves[i] for i in saved.leaves))
+        return saved, [leaves[i] for i in saved.leaves]
     flat = flatten(like, "tree", where=where)
     _check_structure(packed["paths"], saved, flat, where)
     _check_leaves(leaves, flat, where)
-    return unflatten(flat.structure, map(_placed, leaves, flat.leaves))
+    return flat, leaves
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    # A copy also of what is on the CPU: of a view torch would save all the memory that it is a view of.
-    return x.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
+def _copy(x: Any, room: Any = None) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    x = x.detach()
+    if type(room) is type(x) and _is_like(room, x):
+        return room.copy_(x)
+    return x.resolve_conj().resolve_neg().to("cpu", copy=True)
+
+
+def _is_like(room: torch.Tensor, x: torch.Tensor) -> bool:
+    plain = room.layout == x.layout == torch.strided and not x.is_quantized
+    return plain and (room.shape, room.dtype, room.stride()) == (x.shape, x.dtype, x.stride())
+
+
+def _alone(leaves: Sequence[Any]) -> list[Any]:
+    """Each with memory of its own, which holds nothing else: torch would save that too, and who shares it."""
+    seen: set[int] = set()
+
+    def alone(x: Any) -> Any:
+        x = x.detach() if isinstance(x, torch.Tensor) else x
+        if type(x) is torch.Tensor and x.device.type == "cpu" and _has_data(x) and x.is_contiguous():
+            storage = x.untyped_storage()
+            if storage.nbytes() == x.nbytes and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                return x.resolve_conj().resolve_neg()
+        return _copy(x)
+
+    return [alone(x) for x in leaves]
 
 
 def _placed(leaf: Any, like: Any) -> Any:

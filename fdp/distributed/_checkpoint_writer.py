@@ -1,0 +1,86 @@
+"""Writes that go on while the program does. Each ends before the next begins, and before the program does.
+
+The thread is no daemon, so Python waits for it at the end of a program. Its error is raised by who waits for it. If
+nobody does, the program ends with the error on stderr, and with status 1, as if it had been raised last.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import final
+
+_SLICE = 0.2  # seconds: on some systems Python cannot look at signals while it waits
+_UNDERWAY: dict[tuple[int, Path], "_Write"] = {}
+"""By process and directory. A fork has copies of its parent's, and no threads that would end them."""
+_HAS_END: set[int] = set()  # processes in which `_end` will run
+
+
+@final
+class _Write:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._thread = threading.Thread(target=self._run, name="fdp-checkpoint")
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._work = None  # and with it the state
+
+    def wait(self) -> BaseException | None:
+        while self._thread.is_alive():
+            self._thread.join(_SLICE)
+        return self._error
+
+
+def begin(directory: Path, work: Callable[[], object]) -> None:
+    """Do some work beside the program. For each directory one at a time."""
+    key = _key(directory)
+    assert key not in _UNDERWAY
+    if os.getpid() not in _HAS_END:
+        Finalize(None, _end, exitpriority=0)  # not by atexit: processes of multiprocessing end without it
+        _HAS_END.add(os.getpid())
+    _UNDERWAY[key] = _Write(work)  # before it begins: Ctrl-C may come in between, and a save after it has to wait
+    _UNDERWAY[key].start()
+
+
+def wait(directory: Path) -> None:
+    """Until what is underway for a directory is done; its error is raised, once."""
+    key = _key(directory)
+    if key in _UNDERWAY:
+        error = _UNDERWAY[key].wait()
+        del _UNDERWAY[key]
+        if error is not None:
+            raise error
+
+
+def _key(directory: Path) -> tuple[int, Path]:
+    return os.getpid(), directory.resolve()
+
+
+def _end() -> None:
+    """The end of the program: see above."""
+    failed = False
+    for directory in [directory for process, directory in _UNDERWAY if process == os.getpid()]:
+        try:
+            wait(directory)
+        except BaseException:
+            traceback.print_exc()
+            failed = True
+    if failed:
+        with contextlib.suppress(Exception):  # streams may be closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)

@@ -65,8 +65,8 @@ def register_leaf(cls: type) -> None:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is of a kind that need not be looked into."""
-    return isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN_LEAVES
+    """Whether a leaf is of a kind that need not be looked into, and of a class that stays."""
+    return type(leaf) in PLAIN_LEAVES
 
 
 def is_leaf(tree: Tree) -> bool:
@@ -156,7 +156,8 @@ def register_nodes(tree: Tree, name: str | None = None) -> None:
 def _register(cls: type) -> bool:
     """Register a type of leaf with optree if it is a container in disguise; whether it was."""
     if issubclass(cls, torch.Tensor):
-        PLAIN_LEAVES.add(cls)
+        if not _is_passing(cls):  # else it would be kept for ever
+            PLAIN_LEAVES.add(cls)
         return False
     functions = node_functions(cls)
     if functions is None:

@@ -132,8 +132,12 @@ class Scatter(Operation):
         return f"dim={_each(self.dims)}, stack={self.stack}"
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        dim, whole = self.dims[leaf], _reduced(self.name, total, xs)
-        sizes = balanced(whole.shape[dim], len(xs)) if self.sizes is None else self.sizes[leaf]
+        return self.parts(_reduced(self.name, total, xs), len(xs), leaf)
+
+    def parts(self, whole: Tensor, count: int, leaf: int) -> list[Tensor]:
+        """Those of the sum."""
+        dim = self.dims[leaf]
+        sizes = balanced(whole.shape[dim], count) if self.sizes is None else self.sizes[leaf]
         parts = whole.split_with_sizes(sizes, dim)
         return [part.squeeze(dim) if self.stack else part for part in (part.clone() for part in parts)]
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fdp._collectives.operations import Extreme, Operation, Sum, counted
+from fdp._collectives.operations import Extreme, Operation, Scatter, Sum, counted
 from fdp._placement.moves import accumulator, total
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._communicator import Communicator
@@ -18,11 +19,15 @@ def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], ac
     assert across.session is not None
     across.has_met = True
     comm, name = across.session.comm, operation.name
+    counts = across.table.counts
+    first, _ = across.table.before
     if isinstance(operation, Sum):
         columns = [counted(xs) for xs in columns]
-        # Half precision is added up in float32, and rounded once.
-        summed = comm.sums([total([x.to(accumulator(x.dtype)) for x in xs]) for xs in columns], name)
-        return [[x.to(xs[0].dtype)] * len(xs) for x, xs in zip(summed, columns, strict=True)]
+        summed = _sums(columns, comm, name)
+        return [[x] * len(xs) for x, xs in zip(summed, columns, strict=True)]
+    if isinstance(operation, Scatter) and all(xs[0].dtype is not torch.bool for xs in columns):
+        own = slice(first, first + counts[comm.rank])
+        return [operation.parts(x, sum(counts), leaf)[own] for leaf, x in enumerate(_sums(columns, comm, name))]
     if isinstance(operation, Extreme):
         each = [comm.all(operation.results(xs, leaf)[0], name) for leaf, xs in enumerate(columns)]
         return [
@@ -30,11 +35,16 @@ def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], ac
             for leaf, (found, xs) in enumerate(zip(each, columns, strict=True))
         ]
     found = []
-    first, _ = across.table.before
     for leaf, xs in enumerate(columns):
         own = slice(first, first + len(xs))
         found.append(operation.results(_of_all_slots(xs, across, comm, name), leaf)[own])
     return found
+
+
+def _sums(columns: Sequence[Sequence[Tensor]], comm: Communicator, name: str) -> list[Tensor]:
+    """Half precision is added up in float32, and rounded once."""
+    summed = comm.sums([total([x.to(accumulator(x.dtype)) for x in xs]) for xs in columns], name)
+    return [x.to(xs[0].dtype) for x, xs in zip(summed, columns, strict=True)]
 
 
 def _of_all_slots(xs: Sequence[Tensor], across: Agreement, comm: Communicator, name: str) -> list[Tensor]:

@@ -1,0 +1,86 @@
+"""What saving and restoring take: memory, and reads of files that are known already."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fdp.distributed import Checkpoints, init, launch
+from tests.common.programs import run_program
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and reads are counted in /proc")
+
+SIZE = 80 * 2**20  # bytes of a state, in two tensors: malloc keeps no memory of such tensors for the next ones
+
+PEAK = """
+import torch
+from pathlib import Path
+from fdp.distributed import Checkpoints
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+checkpoints = Checkpoints({directory!r})
+state = [torch.ones({size} // 8) for _ in range(2)]
+checkpoints.save(0, 0)
+checkpoints.restore()
+Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+before = status("VmRSS")
+result = {call}
+print((status("VmHWM") - before) / {size})
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        ("checkpoints.save(1, state)", 0.2),
+        ("checkpoints.save(1, state, wait=False), checkpoints.wait()", 1.2),
+        ("Checkpoints({saved!r}).restore()", 1.2),
+        ("Checkpoints({saved!r}).restore(like=state)", 1.2),
+    ],
+)
+def test_memory_is_taken_for_one_copy_at_most(tmp_path: Path, call: str, most: float):
+    Checkpoints(tmp_path / "saved").save(1, [torch.ones(SIZE // 8) for _ in range(2)])
+    call = call.format(saved=str(tmp_path / "saved"))
+    ended = run_program(PEAK.format(directory=str(tmp_path / "own"), size=SIZE, call=call))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert most - 0.4 < float(ended.stdout) < most
+
+
+def peak_of_a_process(directory: Path) -> float:
+    with init(timeout=30) as mesh:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        _, state = Checkpoints(directory, mesh=mesh).restore() or (0, [])
+        assert len(state) == 2
+        return (_status("VmHWM") - before) / SIZE
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def test_each_process_takes_memory_for_the_state_once(tmp_path: Path):
+    Checkpoints(tmp_path).save(1, [torch.ones(SIZE // 8) for _ in range(2)])
+    assert all(0.8 < peak < 1.3 for peak in launch(peak_of_a_process, 2, tmp_path, timeout=60, start_method="fork"))
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path):
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    state = torch.ones(SIZE // 4)
+    for step in (0, 1):
+        Checkpoints(tmp_path).save(step, state)
+    checkpoints = Checkpoints(tmp_path)
+    found = []
+    for step in (2, 3, 4):
+        before = read()
+        checkpoints.save(step, state)
+        found.append((read() - before) / SIZE)
+    assert found[0] > 0.9  # a file of another object, which may have been written by anybody
+    assert max(found[1:]) < 0.5

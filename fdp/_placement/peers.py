@@ -189,6 +189,10 @@ class Spread(Sequence[torch.device]):
     @abc.abstractmethod
     def peers(self) -> Peers: ...
 
+    @abc.abstractmethod
+    def local(self, batch: Tree) -> Tree:
+        """The rows of a global batch that this process works on."""
+
 
 def peers_of(devices: Any, held: Iterable[Any] = ()) -> Peers:
     """Those that a call is spread over: its devices, else something that it is given."""

@@ -73,6 +73,13 @@ def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
     return Flat(name, leaves, specs, structure, [])
 
 
+def flatten_any(tree: Tree, name: str) -> Flat:
+    """Flatten a tree in which any object may be a leaf, also one that holds tensors."""
+    register_nodes(tree, name)
+    leaves, structure = by_optree(tree, name)
+    return Flat(name, leaves, [None] * len(leaves), structure, [])
+
+
 def digest_of(flat: Flat) -> int:
     """A number that trees with the same paths have, in every process."""
     if flat.structure not in _DIGESTS:
@@ -109,9 +116,8 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Apply `fn` to all leaves of a tree, also to objects that hold tensors."""
-    register_nodes(tree)
-    leaves, structure = by_optree(tree)
-    return optree.tree_unflatten(structure, list(map(fn, leaves)))
+    flat = flatten_any(tree, "tree")
+    return optree.tree_unflatten(flat.structure, list(map(fn, flat.leaves)))
 
 
 def tensors_in(tree: Tree) -> list[torch.Tensor]:

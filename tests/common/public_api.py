@@ -48,6 +48,13 @@ def functions(w: Tensor, x: Tensor, devices: tuple[torch.device, ...]) -> None:
     assert value.ndim == 0
 
 
+def data(x: Tensor) -> None:
+    batches: fdp.Batches = fdp.Batches(len(x), 2, seed=0, shuffle=True, drop_last=False)
+    rows: Tensor = batches[batches.per_epoch]
+    for own in batches.loader(x, None, start=0, steps=1, num_workers=0):
+        assert len(own) == len(rows)
+
+
 def state(w: Tensor, x: Tensor, devices: tuple[torch.device, ...]) -> None:
     sharded: fdp.Sharded = fdp.scatter(x, devices)
     everywhere: fdp.Replicated = fdp.replicate(w, devices)
@@ -116,6 +123,7 @@ def main(folder: Path) -> None:
     devices, w, x = fdp.virtual_devices(2), torch.ones(3), torch.randn(4, 3)
     devices_and_seeds()
     functions(w, x, devices)
+    data(x)
     state(w, x, devices)
     collectives(x, devices)
     modules(x, devices)

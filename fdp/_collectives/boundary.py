@@ -6,9 +6,7 @@ differentiates by itself would reach into the others.
 """
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +26,7 @@ from fdp._collectives.graph import (
     waited_for,
 )
 from fdp._trees import torch_private
-from fdp._trees.tree import map_tensors, tensors_of_new
+from fdp._trees.tree import map_tensors, needing_gradients
 from fdp._trees.types import Tree
 
 
@@ -71,7 +69,7 @@ class Ends(NamedTuple):
 def isolated(tree: Tree) -> tuple[Tree, Ends]:
     """The tree with leaves of its own in place of tensors that lead on into the caller's graph."""
     ends = Ends([], [])
-    if all(x.is_leaf for x in _differentiable(tuple(tree) if isinstance(tree, tuple) else tree)):  # of arguments
+    if all(x.is_leaf for x in needing_gradients(tree)):
         return tree, ends
     own: dict[int, Tensor] = {}
 
@@ -91,7 +89,7 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
     """The results of all slots, as functions of the caller's tensors."""
     results = [each.result for each in made]
     parts = [
-        SlotGraph.of(_differentiable(each.result), own.inner, each.met) for each, own in zip(made, ends, strict=True)
+        SlotGraph.of(needing_gradients(each.result), own.inner, each.met) for each, own in zip(made, ends, strict=True)
     ]
     meets_elsewhere = any(part.calls() - {runs.token} for part in parts)
     if meets_elsewhere:  # slots of calls around this one come to its backward, also where it has nothing to give
@@ -115,14 +113,6 @@ def stitched(made: Sequence[Made], ends: Sequence[Ends], runs: Runs) -> list[Tre
     rest = iter(found)
     new = [{id(x): next(rest) for x in part.outs} for part in parts]
     return [map_tensors(lambda x, own=own: own.get(id(x), x), each) for own, each in zip(new, results, strict=True)]
-
-
-def _differentiable(tree: Tree) -> list[Tensor]:
-    tensors = tensors_of_new(tree)
-    return list({id(x): x for x in compress(tensors, map(_REQUIRES_GRAD, tensors))}.values())
-
-
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")  # looked up by few calls of Python, also in many tensors
 
 
 class _Graph(NamedTuple):

@@ -42,7 +42,7 @@ from fdp._execution.thread_state import why_not_together
 from fdp._execution.threads import inner_threads, run_side_by_side
 from fdp._placement.slot import IN_PLACE, WANTED, Slot, run_in_slot, text_of
 from fdp._trees import torch_private
-from fdp._trees.tree import map_tensors, tensors_in
+from fdp._trees.tree import map_tensors, needing_gradients
 from fdp._trees.untraced import leave_alone
 
 Take = Callable[[int, Any], Any]
@@ -156,9 +156,11 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
     So that a gradient is summed in the order of the shards. Else it would be in the order in which a backward comes to
     them, and that depends on how much each thread has recorded before.
     """
-    shared = [x for task in tasks for x in {id(x): x for x in tensors_in(task.tree) if _has_links(x)}.values()]
+    if not torch.is_grad_enabled():
+        return tasks
+    shared = [x for task in tasks for x in needing_gradients(task.tree) if _has_links(x)]
     counts = Counter(map(id, shared))
-    if not torch.is_grad_enabled() or all(count == 1 for count in counts.values()):
+    if all(count == 1 for count in counts.values()):
         return tasks
     links = {id(x): x for x in shared if counts[id(x)] > 1}
 
@@ -172,8 +174,8 @@ def _in_a_chain(tasks: Sequence[Task]) -> Sequence[Task]:
 
 
 def _has_links(x: torch.Tensor) -> bool:
-    """Whether a tensor has gradients, and aliases."""
-    return x.requires_grad and x.layout is torch.strided and not x.is_nested
+    """Whether a tensor has aliases."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def _like(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:

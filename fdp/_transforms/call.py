@@ -26,7 +26,7 @@ from fdp._transforms.purity import MutationCheck
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
 from fdp._trees.registry import TreeTypeError, TreeValueError, flattened, is_plain, is_plain_structure
-from fdp._trees.tree import Flat
+from fdp._trees.tree import PLAIN_CONTAINERS, Flat
 from fdp._trees.types import Dims, Function, Tree
 from fdp._trees.untraced import leave_alone
 
@@ -36,6 +36,9 @@ class Shard(NamedTuple):
 
     args: tuple[Tree, ...]
     kwargs: dict[str, Tree]
+
+
+PLAIN_CONTAINERS.add(Shard)
 
 
 def call_shard(fn: Function, shard: Shard) -> Any:

@@ -1,8 +1,10 @@
 """Trees: flattened into leaves with their specs, put together again, mapped. What is done with a tree is done here."""
 
+import operator
 import sys
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any, NamedTuple
 
 import optree
@@ -141,7 +143,7 @@ def tensors_of_new(tree: Tree) -> list[torch.Tensor]:
 def _add_tensors(tree: Tree, found: list[torch.Tensor]) -> bool:
     """Add the tensors of a tree of builtin containers: quicker than optree, which asks of each leaf what it is."""
     kind = type(tree)
-    if kind not in _BUILTIN:
+    if kind not in PLAIN_CONTAINERS:
         found += [tree] if kind in _TENSORS else []
         return kind in PLAIN_LEAVES or tree is None
     children = tree.values() if kind is dict else tree
@@ -151,7 +153,17 @@ def _add_tensors(tree: Tree, found: list[torch.Tensor]) -> bool:
     return all(_add_tensors(child, found) for child in children)
 
 
-_BUILTIN: set[type] = {dict, list, tuple}
+PLAIN_CONTAINERS: set[type] = {dict, list, tuple}
+"""Their values, or they themselves, are all that is in them."""
+
+
+def needing_gradients(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a tree that need gradients, each once, in any order; types in it may not have been met yet."""
+    tensors = tensors_of_new(tree)
+    return list({id(x): x for x in compress(tensors, map(_REQUIRES_GRAD, tensors))}.values())
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")  # looked up by few calls of Python, also in many tensors
 
 
 _TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}

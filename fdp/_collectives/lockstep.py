@@ -46,6 +46,7 @@ def run_together(
     reason = why_not_together()
     if reason is not None:
         raise RuntimeError(f"collectives need a thread for each slot, which cannot see {reason}")
+    peers.meet()
     install()
     call = _Call(slots, _settings(slots, seed, peers, side_by_side=side_by_side), object())
     if call.settings.joint or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():

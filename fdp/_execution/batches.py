@@ -37,8 +37,8 @@ class Batches:
 
     Each epoch has an order of its own, `torch.randperm` of a CPU generator with the seed `fold_in(seed, epoch)`. It is
     made when it is asked for, and the last two are kept, in 4 bytes a row. It does not depend on the generators,
-    default device or default dtype of the program. torch promises the same `randperm` within one of its versions only;
-    a test of fdp notices a version that has another.
+    default device or default dtype of the program, or on the machine. torch promises the same `randperm` within one of
+    its versions only; it has been the same in all versions from 2.11 to 2.15.
 
     Two with equal arguments are equal. Any thread may use it.
 
@@ -130,10 +130,9 @@ class Batches:
         **Random numbers.** Each sample draws from generators with the seed
         `fold_in(fold_in(fold_in(seed, -1), step), row)`: torch's of the CPU, `random`, and `numpy.random` if numpy is
         there. So augmentation depends on the step and the row, and not on workers or processes. The generators of the
-        program are afterwards as before. A dataset that wants a generator of its own makes a new one in each
-        `__getitem__`, with a seed that it draws: `random.getrandbits(63)`. What a `collate_fn` draws is drawn for this
-        process's rows together: it is the same for any workers and from any start, and another for another number of
-        processes.
+        program are afterwards as before. A dataset with generators of its own makes them inside `__getitem__`, from
+        `torch.initial_seed()`. What a `collate_fn` draws is drawn for this process's rows together: it is the same for
+        any workers and from any start, and another for another number of processes.
 
         **Several rows at once.** `dataset.__getitems__` is called with all rows of this process as long as it draws
         nothing. Once it has drawn, the batch is loaded anew, and it is called for each row by itself from then on.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fdp._placement.join import join
 from fdp._placement.partition import Partition
+from fdp._placement.plan import Plan
 from fdp._placement.slot import Slot
 from fdp._trees.profiling import NOTHING
 from fdp._trees.tree import Flat
@@ -45,7 +46,6 @@ class Summed(Protocol):
     """Gradients that are summed over all shards, and so over processes too."""
 
     def sums(self) -> list[Tensor]: ...
-    def zeros(self) -> list[Tensor]: ...
     def ours(self) -> list[bool]: ...
     def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
 
@@ -56,11 +56,8 @@ class PeerCall:
     has_met: bool = False
     """Whether slots have met those of others before the end."""
 
-    def part(self, zeros: Callable[[], list[Tensor]] | None = None) -> contextlib.AbstractContextManager[object]:
-        """As a context: around what this process does by itself. If that fails, the others fail too.
-
-        Tensors like the `zeros` may be added up at its end.
-        """
+    def part(self) -> contextlib.AbstractContextManager[object]:
+        """As a context: around what this process does by itself. If that fails, the others fail too."""
         return NOTHING
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
@@ -79,7 +76,7 @@ class PeerCall:
         """How many slots there are, of which this process has so many."""
         return own
 
-    def rows(self, own: int) -> int:
+    def rows(self, own: int) -> float:
         """How many rows there are."""
         return own
 
@@ -118,6 +115,9 @@ class PeerCall:
 
     # What slots do together, while they run.
 
+    def meet(self) -> None:
+        """Slots are about to meet. Raises what begins the call anew if processes are not ready for that."""
+
     def agree(self, name: str, same: object, say: Say, numbers: Sequence[int], *, joint: bool) -> list[list[int]]:
         """The numbers of every process that has shards. `joint`: something outside transforms the call."""
         return [list(numbers)]
@@ -145,10 +145,10 @@ class Peers:
         """They can still be reached."""
 
     def begin(
-        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
+        self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
     ) -> tuple[PeerCall, Partition]:
         """Agree on a call, and what of the plan this process has."""
-        return ALONE_IN_CALL, plan
+        return ALONE_IN_CALL, plan.partition
 
     def begin_on_slots(self, where: str, same: Mapping[str, Any], rows: Sequence[int]) -> PeerCall:
         """Agree on a call on all slots, whose arguments are there."""

@@ -70,9 +70,7 @@ def place(
     return [unflatten(flat.structure, own) for own in shards]
 
 
-def _cut(
-    leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo, stays: bool
-) -> Sequence[Any]:
+def _cut(leaf: Any, spec: Any, plan: Partition, flat: Flat, index: int, memo: Memo, stays: bool) -> Sequence[Any]:
     """What each shard gets of a leaf, which may be known to stay on its device."""
     if isinstance(leaf, torch.Tensor):
         if spec is None or plan.sizes is None or len(plan.slots) == 1:

@@ -133,18 +133,16 @@ class Gradients:
 
     def sums(self) -> list[torch.Tensor]:
         """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
+        if len(self._whole) == 1 and self._whole[0] is not None and _are(self._whole[0], self._parts[0]):
+            return self._parts[0]
         for held, i, home in self._held():
             wide = accumulator(home.dtype)  # in all processes, however many shards each has added up
             held[i] = torch.zeros_like(home, dtype=wide, device=self._device) if held[i] is None else held[i].to(wide)
         return [held[i] for held, i, _ in self._held()]
 
-    def zeros(self) -> list[torch.Tensor]:
-        """Tensors like these sums."""
-        return [torch.zeros_like(home, dtype=accumulator(home.dtype), device=self._device) for *_, home in self._held()]
-
     def ours(self) -> list[bool]:
-        """Which of them nobody else refers to, so that they may be written to."""
-        return [is_ours(held, i) for held, i, _ in self._held()]
+        """Which of them nobody else refers to, so that they may be written to; small ones count as not."""
+        return [home.nbytes >= LARGE and is_ours(held, i) for held, i, home in self._held()]
 
     def replace_sums(self, sums: Sequence[torch.Tensor]) -> None:
         """Put others in their place."""

@@ -119,7 +119,7 @@ def bind(
     if plan is None:
         plan = keep(fn, None if _has_values(flats) else signature, decide(flats, options, microbatches))
     same = {"axis_name": options.axis_name, "seed": options.seed, "splits": plan.sizes is not None, **options.same}
-    call, own = peers.begin(where, plan.partition, flats, same)
+    call, own = peers.begin(where, plan, flats, same)
     pieces = plan.pieces if own is plan.partition else microbatched(own, microbatches)
     return Call(flats, plan, pieces, call, len(args), tuple(kwargs))
 

@@ -14,7 +14,7 @@ from fdp._collectives.lockstep import Task
 from fdp._collectives.run import run, run_all
 from fdp._execution.executor import Mode
 from fdp._execution.function_traits import meets
-from fdp._execution.restart import Again, forget_restarts
+from fdp._execution.restart import Again, Anew, forget_restarts
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
 from fdp._placement.partition import pieces
@@ -81,7 +81,8 @@ class Differentiation:
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
-        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        counts = self.count is not None
+        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
         how = self.weights, self.executor, self.seed, self.axis_name
         object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 
@@ -96,6 +97,8 @@ class Differentiation:
     def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
         with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
             try:
+                with contextlib.suppress(Anew):
+                    return self._compute_here(args, kwargs)
                 return self._compute_here(args, kwargs)
             except BaseException as error:
                 forget_restarts(error)
@@ -119,7 +122,7 @@ class Differentiation:
         aliases: list[torch.Tensor] = []
         own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
         gradients = Gradients(*own, target)
-        with call.peers.part(gradients.zeros):
+        with call.peers.part():
             shards, check = call.place()
             check_differentiable(*own, where)
 

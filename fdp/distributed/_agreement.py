@@ -1,44 +1,16 @@
 """What all processes know of a call on a mesh: which have shards, how the call begins in all, and how it ends."""
 
 import contextlib
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from fdp._placement.slot import AXES
+from fdp.distributed._agreed import Table
 from fdp.distributed._processes import Processes, has_begun
-from fdp.distributed._session import Added, Session, Tag
-
-
-class Table(NamedTuple):
-    """The rows of every shard of every process."""
-
-    sizes: list[list[int]]
-    rank: int
-
-    @property
-    def counts(self) -> list[int]:
-        """The shards of each process."""
-        return [len(each) for each in self.sizes]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The processes that have shards."""
-        return tuple(rank for rank, each in enumerate(self.sizes) if each)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all processes have shards."""
-        return all(self.sizes)
-
-    @property
-    def before(self) -> tuple[int, int]:
-        """The shards and the rows of the processes before this one."""
-        return sum(self.counts[: self.rank]), sum(map(sum, self.sizes[: self.rank]))
+from fdp.distributed._session import Session, Tag
 
 
 class Agreement:
@@ -63,11 +35,10 @@ class Agreement:
         self._begun: Any = self.everybody.begin(tag, numbers)
         self._answer: Table | BaseException | None = None
         self._asking = threading.Lock()
-        self._zeros: Callable[[], list[Tensor]] | None = None
-        self._added: tuple[Tensor, Added] | None = None
         self.has_met = False  # before the end
-        self.sums: list[Tensor] | None = None
-        """Those of what was `added`."""
+        self._offer = 0
+        self.offers: set[int] = set()
+        """What each process has offered at the end."""
 
     @property
     def table(self) -> Table:
@@ -84,7 +55,7 @@ class Agreement:
 
     def _begin(self) -> Table:
         begun, self._begun = self._begun, None  # it refers to this object, and to the connections
-        sizes = [row[1 : 1 + row[0]] for row in begun().numbers]
+        sizes = [row[1 : 1 + row[0]] for row in begun()]
         if not any(sizes):  # no rows at all are one empty shard
             sizes[0] = [0]
         table = Table(sizes, self.processes.comm.rank)
@@ -109,19 +80,12 @@ class Agreement:
         self.everybody.agree(Tag(name))
         return self.everybody.comm.sums([torch.tensor(number, dtype=torch.float64)], name)[0].item()
 
-    def part(self, zeros: Callable[[], list[Tensor]] | None = None) -> Self:
-        """This, as a context; tensors like the `zeros` may be added up at its end."""
-        self._zeros = None if self._is_inside else zeros
+    def part(self) -> Self:
         return self
 
-    def ends_with(self, tag: Tag) -> None:
-        """What has to be the same in all processes at the end."""
-        self._tag = tag
-
-    def add(self, number: Tensor, tensors: Sequence[Tensor], ours: Sequence[bool]) -> None:
-        """Add these up at the end, if nothing is in the way; then `sums` has what they come to."""
-        if self._zeros is not None and self.table.is_whole:
-            self._added = number, Added(tensors, ours)
+    def ends_with(self, tag: Tag, offer: int = 0) -> None:
+        """What has to be the same in all processes at the end, and a number that need not be."""
+        self._tag, self._offer = tag, offer
 
     @contextlib.contextmanager
     def again(self, where: str) -> Iterator[None]:
@@ -143,17 +107,11 @@ class Agreement:
                 raise elsewhere
 
     def __enter__(self) -> Self:
-        if self._zeros is not None:
-            self.everybody.comm.owed = self._zeros
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Meet at the end: first those that have shards, then all."""
-        try:
-            elsewhere = self._end(error)
-        finally:
-            if self._zeros is not None:
-                self.everybody.comm.owed = None
+        elsewhere = self._end(error)
         if elsewhere is not None and error is None:
             raise elsewhere
 
@@ -168,20 +126,6 @@ class Agreement:
         elsewhere: BaseException | None = None
         if not whole and self.session is not None:
             elsewhere, _ = self.session.end(self._tag, error)
-        error = error or elsewhere
-        if error is not None or self._added is None:
-            return self.everybody.end(self._tag, error)[0] or elsewhere
-        number, added = self._added
-        elsewhere, answer = self.everybody.end(self._tag, None, [_bits(number.item())], added)  # no sum of its own
-        if elsewhere is None:
-            self.sums = [number.new_tensor(sum(_number(row[0]) for row in answer.numbers)), *answer.sums]
-        return elsewhere
-
-
-def _bits(number: float) -> int:
-    """A float as an int, to be sent among ints."""
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
+        found, numbers = self.everybody.end(self._tag, error or elsewhere, [self._offer])
+        self.offers = {number for (number,) in numbers}
+        return found or elsewhere

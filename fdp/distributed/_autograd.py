@@ -103,7 +103,7 @@ class GradientSum(torch.autograd.Function):
         name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
         given = [ctx.counts and grad is not None for grad in grads]
         tag = Tag(name, repr(shapes), lambda: f"gradients of {shapes}")
-        table = meet(ctx.comm, tag, [all(given)])().numbers
+        table = meet(ctx.comm, tag, [all(given)])()
         if any(has_all for (has_all,) in table):
             there = list(range(len(grads)))
         else:

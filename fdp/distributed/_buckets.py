@@ -1,7 +1,8 @@
 """Which tensors are summed over processes as one, and in which form."""
 
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,27 +12,95 @@ from fdp._placement.moves import accumulator
 _LARGE = 2**19  # bytes from which a tensor is summed by itself
 _BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
 
+Kind = tuple[torch.dtype, torch.Size, torch.device, torch.layout]
+kind_of: Callable[[Any], Kind] = operator.attrgetter("dtype", "shape", "device", "layout")
 
-def buckets_of(tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[tuple[list[int], bool]]:
-    """Which tensors are summed as one: those of one dtype and device, up to a size. And which in their own memory.
 
-    It depends on their shapes and dtypes only, since it has to be the same in all processes.
+class Bucket(NamedTuple):
+    """Tensors that are summed as one: which, how many numbers each has, and as what these are sent."""
+
+    indices: list[int]
+    sizes: list[int]
+    dtype: torch.dtype
+    device: torch.device
+    is_large: bool
+
+
+@final
+class Packing:
+    """How tensors of these kinds are sent: those of one dtype and device as one, up to a size.
+
+    It depends on their kinds only, since it has to be the same in all processes. The last bucket of real numbers has
+    room for so many bytes more, at its end.
     """
-    found: list[tuple[list[int], bool]] = []
-    filled: dict[Any, tuple[list[int], int]] = {}
-    for i, x in enumerate(tensors):
-        key = summed_as(x.dtype), x.device, x.is_complex()
-        if x.numel() * key[0].itemsize >= _LARGE:
-            in_place = ours[i] and x.dtype is key[0] and x.layout is torch.strided and x.is_contiguous()
-            found.append(([i], in_place))
-            continue
-        bucket, size = filled.get(key, ([], 0))
-        if not bucket or size > _BUCKET:
-            bucket, size = [], 0
-            found.append((bucket, False))
-        bucket.append(i)
-        filled[key] = bucket, size + x.numel() * key[0].itemsize
-    return found
+
+    def __init__(self, kinds: Sequence[Kind], room: int = 0) -> None:
+        self.kinds = list(kinds)
+        self.buckets: list[Bucket] = []
+        filled: dict[Any, tuple[Bucket, int]] = {}
+        for i, (dtype, shape, device, _) in enumerate(kinds):
+            sent = summed_as(dtype)
+            size = shape.numel() * (2 if dtype.is_complex else 1)
+            nbytes = size * sent.itemsize
+            if nbytes >= _LARGE:
+                self.buckets.append(Bucket([i], [size], sent, device, True))
+                continue
+            bucket, held = filled.get((sent, device), (None, 0))
+            if bucket is None or held > _BUCKET:
+                bucket, held = Bucket([], [], sent, device, False), 0
+                self.buckets.append(bucket)
+            bucket.indices.append(i)
+            bucket.sizes.append(size)
+            filled[sent, device] = bucket, held + nbytes
+        self._extra = [0] * len(self.buckets)
+        if room:
+            small = [k for k, b in enumerate(self.buckets) if not b.is_large and b.dtype.is_floating_point]
+            if not small:
+                small = [len(self.buckets)]
+                self.buckets.append(Bucket([], [], torch.float32, torch.device("cpu"), False))
+                self._extra.append(0)
+            self.with_room = small[-1]
+            self._extra[self.with_room] = room // self.buckets[self.with_room].dtype.itemsize
+
+    @property
+    def sizes(self) -> list[tuple[int, torch.dtype]]:
+        """How many numbers each bucket has, and of what."""
+        return [(sum(b.sizes) + extra, b.dtype) for b, extra in zip(self.buckets, self._extra, strict=True)]
+
+    def packed(self, number: int, tensors: Sequence[Tensor], ours: Sequence[bool]) -> Tensor:
+        """A bucket as it is sent: in memory of its own, or in that of a large tensor which is ours."""
+        bucket, extra = self.buckets[number], self._extra[number]
+        if bucket.is_large:
+            i = bucket.indices[0]
+            x = tensors[i]
+            if ours[i] and x.dtype is bucket.dtype and x.is_contiguous() and not x.is_neg():
+                return x
+        parts = [_summable(tensors[i], bucket.dtype) for i in bucket.indices]
+        if extra:
+            parts.append(torch.zeros(extra, dtype=bucket.dtype, device=bucket.device))
+        return torch.cat(parts)
+
+    def room_of(self, flats: Sequence[Tensor]) -> Tensor:
+        """The room at the end of the bucket that has it."""
+        return flats[self.with_room][-self._extra[self.with_room] :]
+
+    def zeros(self) -> list[Tensor]:
+        """All buckets, of a process that has nothing to add."""
+        each = zip(self.sizes, self.buckets, strict=True)
+        return [torch.zeros(size, dtype=dtype, device=bucket.device) for (size, dtype), bucket in each]
+
+    def unpacked(self, flats: Sequence[Tensor], like: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The tensors of buckets that have arrived; sparse ones are `like` these."""
+        found: list[Any] = [None] * len(self.kinds)
+        for flat, (indices, sizes, *_), extra in zip(flats, self.buckets, self._extra, strict=True):
+            # `.data`: each has a version of its own, so that a write to one is none to the others.
+            parts = [flat] if len(sizes) == 1 and not extra else flat.split_with_sizes([*sizes, extra])
+            for i, part in zip(indices, parts, strict=False):
+                found[i] = _as_it_was(part if part is flat else part.data, self.kinds[i])
+        for i, x in enumerate(like):
+            if x.layout is torch.sparse_coo:
+                found[i] = found[i].to_sparse(x.sparse_dim())
+        return found
 
 
 def summed_as(dtype: torch.dtype) -> torch.dtype:
@@ -41,13 +110,20 @@ def summed_as(dtype: torch.dtype) -> torch.dtype:
     return accumulator(dtype) if dtype.is_floating_point else torch.int64
 
 
-def summable(x: Tensor) -> Tensor:
-    """A tensor as it is sent: dense, real, and wide enough for sums."""
-    x = x.detach().to_dense() if x.layout is not torch.strided else x.detach()
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(summed_as(x.dtype))
+def _summable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a tensor as they are sent: dense, real, and wide enough for sums."""
+    if x.dtype is dtype and x.layout is torch.strided and not x.requires_grad:  # as nearly all are
+        return x.reshape(-1)
+    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return (x if x.dtype is dtype else x.to(dtype)).reshape(-1)
 
 
-def like(flat: Tensor, x: Tensor) -> Tensor:
-    """What has arrived, as the tensor was."""
-    found = torch.view_as_complex(flat.view(*x.shape, 2)) if x.is_complex() else flat.view(x.shape).to(x.dtype)
-    return found.to_sparse(x.sparse_dim()) if x.layout is torch.sparse_coo else found
+def _as_it_was(flat: Tensor, kind: Kind) -> Tensor:
+    dtype, shape = kind[:2]
+    if dtype.is_complex:
+        flat = flat if flat.storage_offset() % 2 == 0 else flat.clone()
+        return torch.view_as_complex(flat.view(*shape, 2))
+    found = flat.view(shape)
+    return found if found.dtype is dtype else found.to(dtype)

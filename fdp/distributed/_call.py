@@ -1,7 +1,7 @@
 """The part of a process in a call on a mesh."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,38 +11,35 @@ from fdp._collectives.graph import captured
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
-from fdp._placement.sharded import Sharded, Slots, leaf_tensors
+from fdp._placement.plan import Plan
+from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
-from fdp._trees.tree import Flat, digest_of, flatten, tensors_in
+from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
-from fdp.distributed._autograd import GradientSum, is_tracked
+from fdp.distributed._autograd import GradientSum
+from fdp.distributed._described import Digest, compared, described, number_of, said_of
+from fdp.distributed._ending import Ending
 from fdp.distributed._join import PartialResult
-from fdp.distributed._processes import Processes
+from fdp.distributed._known import KnownCall
+from fdp.distributed._processes import Processes, is_full, is_plain
 from fdp.distributed._reduce import everywhere, over_processes
 from fdp.distributed._session import Tag
 
 
 @final
 class MeshCall(Agreement, PeerCall):
-    """See `PeerCall`. `flats` are the arguments of this process."""
+    """See `PeerCall`. `flats` are the arguments of this process.
+
+    `digest` is that of its plan, if later calls may rely on what this one agrees on.
+    """
 
     flats: Sequence[Flat] = ()
+    digest: Digest | None = None
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
-        if not self.is_active:
-            return []
-        first, row = self.table.before
-        return [
-            dataclasses.replace(
-                slot,
-                index=first + slot.index,
-                count=self.slots(0),
-                rows=None if slot.rows is None else range(row + slot.rows.start, row + slot.rows.stop),
-            )
-            for slot in own
-        ]
+        return self.table.places(own) if self.is_active else []
 
     def slots_before(self) -> int:
         return self.table.before[0]
@@ -57,7 +54,7 @@ class MeshCall(Agreement, PeerCall):
         return sum(map(sum, self.table.sizes))
 
     def sizes(self, own: Sequence[int], pieces: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        return [piece for each in self.table.sizes for size in each for piece in pieces(size)]
+        return self.table.pieces(pieces)
 
     def enter(self) -> None:
         self._check_transforms()
@@ -65,10 +62,10 @@ class MeshCall(Agreement, PeerCall):
             _enter(self.flats, self)
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
-        part = PartialResult(self, out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
+        part = PartialResult(out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
         self._check_captured(out.shards)
         self.ends_with(part.tag())
-        return lambda: part.finish(self._inputs())[0]
+        return lambda: part.finish(self, self._inputs())[0]
 
     def reduce(
         self,
@@ -85,17 +82,23 @@ class MeshCall(Agreement, PeerCall):
         self._check_captured([shards, gradients.sums()], aliases)
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
-        part = PartialResult(self, shards, dims, rest.weights, rest.whole(), device, where, first=first)
-        sums = gradients.sums()
-        self.ends_with(part.tag(sums))
-        if shards and not is_tracked([part.first(), *sums]):
-            del sums  # whether they may be written to depends on who refers to them
-            ours = gradients.ours()
-            self.add(part.first(), gradients.sums(), ours)
+        part = PartialResult(shards, dims, rest.weights, rest.whole(), device, where, first=first)
+        digest = self.digest if self.table.is_whole and not self.has_met else None
+        ending = Ending(loss, aux, gradients, device, where) if digest is not None else None
+        packing = ending.packing(len(self.table.sizes)) if ending is not None and ending.is_plain else None
+        self.ends_with(part.tag(gradients.sums()), 0 if packing is None else number_of(repr(packing.sizes)))
 
         def finish() -> tuple[Tensor, Tree]:
+            calls, plans = self.processes.calls, self.processes.plans
+            if digest is not None and ending is not None and packing is not None and len(self.offers) == 1:
+                agreed = plans.add(digest, calls, self.table, packing, ending.kind, loss.whole())
+                found = ending.begin(agreed, calls)()
+                assert found is not None
+                return found
+            if self.digest is not None:
+                plans.forget(self.digest)
             ours = gradients.ours()  # before others refer to them
-            (value, aux), sums = part.finish(self._inputs(), gradients.sums(), ours)
+            (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours)
             gradients.replace_sums(sums)
             return value, aux
 
@@ -142,40 +145,35 @@ class MeshCall(Agreement, PeerCall):
 
 
 def begin(
-    processes: Processes, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
-) -> tuple[MeshCall, Partition]:
-    """Agree with the other processes on a call, and leave this one without shards if it has no rows."""
-    whole = plan.sizes is None and not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
-    if plan.sizes is not None:
-        rows = [size for size in plan.sizes if size]
-    else:  # what is not split runs once, on the first slot of all
-        rows = [0] * (0 if whole and processes.comm.position else len(plan.slots))
-    kinds = [(digest_of(flat), [_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)]) for flat in flats]
+    processes: Processes, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
+) -> tuple[PeerCall, Partition]:
+    """Agree with the other processes on a call, and leave this one without shards if it has no rows.
 
-    def say() -> str:
-        leaves = [(f.path(i), x, d) for f in flats for i, (x, d) in enumerate(zip(f.leaves, f.specs, strict=True))]
-        return "\n".join([f"{k}={v!r}" for k, v in same.items()] + [f"{path} {_said(x, d)}" for path, x, d in leaves])
-
-    call = MeshCall(processes, where, (same, kinds), rows, say)
-    call.flats = flats
-    return call, plan if call.is_active else Partition((), (), None if plan.sizes is None else ())
-
-
-def _kind(leaf: Any, spec: Any) -> Any:
-    """What of a leaf is the same in all processes."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.ndim if spec is not None else tuple(leaf.shape)
-    if isinstance(leaf, Slots):
-        inner = flatten(leaf.shards[0], "", None)
-        return digest_of(inner), [_kind(x, spec if isinstance(leaf, Sharded) else None) for x in inner.leaves]
-    return None
+    Where all have agreed on the plan before, and this process has as many shards as then, nothing is said.
+    """
+    partition, rows = plan.partition, _rows(processes, plan.partition, flats)
+    digest = None
+    if partition.sizes is not None and is_plain():
+        found = described(where, plan, flats, same)
+        digest = None if found.requires_grad and torch.is_grad_enabled() else found.digest
+    agreed = None if digest is None or is_full() else processes.plans.find(digest)
+    if agreed is not None:
+        known = KnownCall(where, agreed, number_of(f"{agreed.call} {processes.calls} {same['seed']}"))
+        if len(rows) == agreed.table.counts[processes.comm.rank]:
+            return known, partition
+        known.send_nothing()
+    call = MeshCall(processes, where, compared(flats, same), rows, partial(said_of, flats, same))
+    call.flats, call.digest = flats, digest
+    return call, partition if call.is_active else Partition((), (), None if partition.sizes is None else ())
 
 
-def _said(leaf: Any, spec: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        shape = list(leaf.shape) if spec is None else f" of {leaf.ndim} dimensions"
-        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
-    return str(leaf.shards[0] if isinstance(leaf, Slots) else type(leaf).__name__)[:200]
+def _rows(processes: Processes, partition: Partition, flats: Sequence[Flat]) -> list[int]:
+    """The rows of each shard of this process."""
+    if partition.sizes is not None:
+        return [size for size in partition.sizes if size]
+    whole = not any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
+    # What is not split runs once, on the first slot of all.
+    return [0] * (0 if whole and processes.comm.position else len(partition.slots))
 
 
 def _enter(flats: Sequence[Flat], call: Agreement) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import text_of
 from fdp._trees import torch_private
-from fdp.distributed._buckets import buckets_of, like, summable
+from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._underway import PendingOperation
 
 
@@ -41,13 +41,20 @@ class Communicator:
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
         self._missed: str | None = None  # who, once that has been asked
-        self.owed: Callable[[], list[Tensor]] | None = None
-        """Zeros like what others may add up at the end of the call that is underway."""
+        self.meanwhile: Callable[[], None] | None = None
+        """What is done again and again where this process waits long."""
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
         """One between some of these processes, all of which make it together; None if this is none of them."""
         group = dist.new_group([self._global(self.ranks.index(rank)) for rank in ranks], timeout=self._timeout)
         return Communicator(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
+
+    def beside(self) -> "Communicator":
+        """One between the same processes with a group of its own, on the CPU: what is sent here is not met there."""
+        if not self._is_gloo:
+            return self
+        group = dist.new_group([self._global(i) for i in range(len(self.ranks))], self._timeout, "gloo")
+        return Communicator(group, self.ranks, self.rank, self._width, self._timeout)
 
     @property
     def position(self) -> int:
@@ -102,30 +109,20 @@ class Communicator:
 
     def begin_sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> Callable[[], list[Tensor]]:
         """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs."""
-        buckets = buckets_of(tensors, ours or [False] * len(tensors))
-        flats = []
-        waits = []
-        for indices, in_place in buckets:
-            flat = tensors[indices[0]] if in_place else torch.cat([summable(tensors[i]).reshape(-1) for i in indices])
-            flats.append(flat)
-            waits.append(
-                self._start(name, flat, lambda flat=flat: dist.all_reduce(flat, group=self.group, async_op=True))
-            )
+        packing = Packing([kind_of(x) for x in tensors])
+        flats = [packing.packed(k, tensors, ours or [False] * len(tensors)) for k in range(len(packing.buckets))]
+        waits = [self.begin_sum(flat, name) for flat in flats]
 
         def finish() -> list[Tensor]:
-            found: list[Any] = [None] * len(tensors)
-            for wait, flat, (indices, in_place) in zip(waits, flats, buckets, strict=True):
+            for wait in waits:
                 wait()
-                if in_place:
-                    found[indices[0]] = flat
-                    continue
-                sizes = [tensors[i].numel() * (2 if tensors[i].is_complex() else 1) for i in indices]
-                for i, part in zip(indices, flat.split_with_sizes(sizes), strict=True):
-                    # `.data`: each has a version of its own, so that a write to one is none to the others.
-                    found[i] = like(part.data if len(indices) > 1 else part, tensors[i])
-            return found
+            return packing.unpacked(flats, tensors)
 
         return finish
+
+    def begin_sum(self, flat: Tensor, name: str) -> Callable[[], None]:
+        """The sum over all processes, in place."""
+        return self._start(name, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True))
 
     def all(self, tensor: Tensor, name: str) -> list[Tensor]:
         """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
@@ -164,7 +161,7 @@ class Communicator:
                 work = operation()
                 return lambda: self._wait(name, work.wait)
             own = PendingOperation(operation, self.group, self.ranks, self.rank)
-        return lambda: self._wait(name, lambda: own.wait(self._timeout), own)
+        return lambda: self._wait(name, lambda: own.wait(self._timeout, self.meanwhile), own)
 
     def _wait(self, name: str, wait: Callable[[], Any], operation: PendingOperation | None = None) -> None:
         with self._explained(name, operation):

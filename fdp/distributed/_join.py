@@ -38,7 +38,6 @@ class PartialResult:
 
     def __init__(
         self,
-        across: Agreement,
         shards: Sequence[Tree],
         dims: Dims,
         weights: Sequence[float] | None,
@@ -49,7 +48,7 @@ class PartialResult:
         *,
         first: tuple[Sequence[float] | None, float | None] | None = None,
     ) -> None:
-        self._across, self._device, self._name, self._where = across, device, name, where
+        self._device, self._name, self._where = device, name, where
         self._flat: Flat | None = None
         self._problem: str | None = None
         self._leaves: list[Any] = []
@@ -73,42 +72,80 @@ class PartialResult:
                 raise ValueError(f"{where}: {flat.path(i)} has out_dim 'mean', but rows are not known: pass weights")
             self._leaves[i] = leaf * (sum(parts) / all_parts) if sum(parts) else torch.zeros_like(leaf)
 
+    @property
+    def kind(self) -> Any:
+        """What of it is the same in all processes."""
+        flat = self._flat
+        assert flat is not None
+        kinds = [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
+        each = zip(kinds, flat.specs, strict=True)
+        shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
+        return flat.structure, flat.specs, shapes
+
     def tag(self, more: Sequence[Tensor] = ()) -> Tag:
         """What has to be the same in all processes; `more` tensors are summed."""
         flat = self._flat
         if flat is None:
             return Tag(f"the end of {self._where}")
-        kinds = [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
-        each = zip(kinds, flat.specs, strict=True)
-        shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
         added = [(x.dtype, tuple(x.shape)) for x in more]  # not the tensors: nobody else is to refer to them
-        same = flat.structure, flat.specs, shapes, needs, added
 
         def say() -> str:
-            each = enumerate(zip(kinds, flat.specs, strict=True))
+            each = enumerate(zip(flat.leaves, flat.specs, strict=True))
             tracked = [", requires grad" if need else "" for need in needs]
-            said = [f"{flat.path(i)} {_said(kind)} under {spec!r}{tracked[i]}" for i, (kind, spec) in each]
+            said = [f"{flat.path(i)} {_said(_kind(leaf, spec))} under {spec!r}{tracked[i]}" for i, (leaf, spec) in each]
             return "\n".join(said + [f"gradient {list(shape)}" for _, shape in added])
 
-        return Tag(f"the end of {self._where}", repr(same), say)
+        return Tag(f"the end of {self._where}", repr((self.kind, needs, added)), say)
 
-    def first(self) -> Tensor:
-        """What this process has of the first leaf, in a dtype that all know."""
-        return self._leaves[0].to(torch.float64)
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that goes through processes are sums of tensors."""
+        return self._flat is not None and all(
+            isinstance(leaf, Tensor)
+            and (type(spec) is int or spec in ("sum", "stack", "list") or (spec == "mean" and is_inexact(leaf)))
+            for leaf, spec in zip(self._flat.leaves, self._flat.specs, strict=True)
+        )
+
+    @property
+    def summed(self) -> list[int]:
+        """The leaves that are sums over all processes."""
+        specs = () if self._flat is None else self._flat.specs
+        return [
+            i
+            for i, (leaf, spec) in enumerate(zip(self._leaves, specs, strict=True))
+            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
+        ]
+
+    def own(self) -> list[Tensor]:
+        """What this process adds to these sums."""
+        return [self._leaves[i] for i in self.summed]
+
+    def completed(self, sums: Sequence[Tensor], whole: float) -> Tree:
+        """The tree, with these sums; those under "mean" are divided by the whole."""
+        flat = self._flat
+        assert flat is not None
+        leaves = self._leaves
+        for i, x in zip(self.summed, sums, strict=True):
+            leaves[i] = x / whole if flat.specs[i] == "mean" else x
+        pairs = zip(leaves, flat.leaves, strict=True)
+        return unflatten(flat.structure, [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs])
 
     def finish(
-        self, inputs: Sequence[Tensor] = (), more: Sequence[Tensor] = (), ours: Sequence[bool] = ()
+        self,
+        across: Agreement,
+        inputs: Sequence[Tensor] = (),
+        more: Sequence[Tensor] = (),
+        ours: Sequence[bool] = (),
     ) -> tuple[Tree, list[Tensor]]:
         """The tree, and the sums of `more`, of which some are `ours` to overwrite.
 
-        In a process without shards it depends on the `inputs`. The first leaf and `more` may be known already.
+        In a process without shards it depends on the `inputs`.
         """
         summed = list(more)
-        across = self._across
         flat = self._flat
         first: Any = None
-        exchanged = self._skeletons(any(x.requires_grad for x in more))
+        exchanged = self._skeletons(across, any(x.requires_grad for x in more))
         if flat is None:
             first = next(skeleton for skeleton in exchanged if skeleton is not None)
             self._leaves = [_empty(kind, spec, self._device) for kind, spec in first[1]]
@@ -153,18 +190,8 @@ class PartialResult:
 
     def _combine(self, comm: Communicator, flat: Flat, more: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
         """Add up what the processes have."""
-        leaves, name = self._leaves, f"the end of {self._where}"
-        summed = [
-            i
-            for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True))
-            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
-        ]
-        known = self._across.sums
-        if known is not None:
-            added, flags = [leaves[i] for i in summed[1:]], ()
-        else:
-            added, flags = [leaves[i] for i in summed] + list(more), [False] * len(summed) + list(ours)
-        found = [*(known or ())[:1], *total(comm, name, added, flags), *(known or ())[1:]]
+        leaves, name, summed = self._leaves, f"the end of {self._where}", self.summed
+        found = total(comm, name, [*self.own(), *more], [*[False] * len(summed), *ours])
         for i, x in zip(summed, found, strict=False):
             leaves[i] = x
         rest = found[len(summed) :]
@@ -180,9 +207,9 @@ class PartialResult:
             leaves[i] = parts.amax(0) if spec == "max" else parts.amin(0) if spec == "min" else parts[0]
         return rest
 
-    def _skeletons(self, needs: bool) -> list[Any]:
+    def _skeletons(self, across: Agreement, needs: bool) -> list[Any]:
         """What is no tensor, and where a process has no shards what all of it looks like: from every process."""
-        across, flat = self._across, self._flat
+        flat = self._flat
         plain = flat is not None and any(
             not isinstance(leaf, Tensor) and spec not in ("list", "items")
             for leaf, spec in zip(flat.leaves, flat.specs, strict=True)

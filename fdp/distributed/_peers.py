@@ -7,6 +7,7 @@ import torch
 
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Peers
+from fdp._placement.plan import Plan
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
 from fdp.distributed._call import MeshCall, begin
@@ -22,7 +23,7 @@ class MeshPeers(Processes, Peers):
     place, elsewhere = "a mesh", "not on it"
 
     def begin(
-        self, where: str, plan: Partition, flats: Sequence[Flat], same: Mapping[str, Any]
+        self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
     ) -> tuple[PeerCall, Partition]:
         return begin(self, where, plan, flats, same)
 
@@ -36,9 +37,9 @@ class MeshPeers(Processes, Peers):
         call = MeshCall(self, "gather", across, (0,) * len(out.shards))
         whole = None if out.weights is None else call.total(sum(out.weights), "weights of gather")
         with call:
-            part = PartialResult(call, out.shards, out.dims, out.weights, whole, device, "gather", out.name)
+            part = PartialResult(out.shards, out.dims, out.weights, whole, device, "gather", out.name)
             call.ends_with(part.tag())
-        tree = part.finish()[0]
+        tree = part.finish(call)[0]
         return part.joined(tree, self.comm) if across else tree
 
     def refuse(self, where: str, way_out: str) -> None:

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from torch import Tensor
-
 from fdp._placement.slot import text_of
 from fdp._trees.listing import differing
 from fdp.distributed._communicator import Communicator, Elsewhere
@@ -23,51 +21,24 @@ class Tag(NamedTuple):
     say: Callable[[], str] = str
 
 
-class Added(NamedTuple):
-    """Tensors that are summed over all processes while they meet; those that are `ours` may be overwritten."""
-
-    tensors: Sequence[Tensor]
-    ours: Sequence[bool]
-
-
-class Answer(NamedTuple):
-    """The numbers of every process, and the sums of what they have added."""
-
-    numbers: list[list[int]]
-    sums: list[Tensor]
-
-
-_NOTHING = Answer([], [])
-
-
 def meet(
-    comm: Communicator,
-    tag: Tag,
-    numbers: Sequence[int] = (),
-    failure: BaseException | None = None,
-    added: Added | None = None,
-) -> Callable[[], Answer]:
-    """Begin to meet the other processes, each with a few numbers; what is returned waits for them.
+    comm: Communicator, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
+) -> Callable[[], list[list[int]]]:
+    """Begin to meet the other processes, each with a few numbers; what is returned waits for those of all.
 
-    All are at the same place, or all raise `Elsewhere`. One that has failed gets no answer: it has an error of its own.
-    Who adds does not wait for the others to say that they do. One that does not, since it has failed or is elsewhere,
-    reads that in their headers, and takes part with zeros.
+    All are at the same place, or all raise `Elsewhere`. One that has failed gets no numbers: its error is its own.
     """
     digest = 0 if tag.same is None else zlib.crc32(f"{tag.name} {tag.same}".encode())
-    own = [zlib.crc32(tag.name.encode()), digest, failure is not None, added is not None]
+    own = [zlib.crc32(tag.name.encode()), digest, failure is not None]
     header = comm.begin_header([*own, *numbers], tag.name)
-    sums = None if added is None else comm.begin_sums(added.tensors, tag.name, added.ours)
 
-    def finish() -> Answer:
+    def finish() -> list[list[int]]:
         rows = header()
-        name, digests, failed, adds = (set(column) for column in list(zip(*rows, strict=True))[:4])
-        found = [] if sums is None else sums()
-        if sums is None and any(adds) and comm.owed is not None:
-            comm.sums(comm.owed(), tag.name)
-        if not any(failed) and len(name) == len(adds) == 1 and len(digests - {0}) <= 1:
-            return Answer([row[4 : 4 + len(numbers)] for row in rows], found)
+        name, digests, failed = (set(column) for column in list(zip(*rows, strict=True))[:3])
+        if not any(failed) and len(name) == 1 and len(digests - {0}) <= 1:
+            return [row[3 : 3 + len(numbers)] for row in rows]
         _raise_for(comm, tag, failure)
-        return _NOTHING
+        return []
 
     return finish
 
@@ -108,15 +79,15 @@ class Session:
         self._error: Exception | None = None
 
     def begin(
-        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None, added: Added | None = None
-    ) -> Callable[[], Answer]:
+        self, tag: Tag, numbers: Sequence[int] = (), failure: BaseException | None = None
+    ) -> Callable[[], list[list[int]]]:
         """`meet`, unless it is over: then the others do not wait any more."""
         if self.is_over:
             raise Elsewhere(f"{tag.name}: {self._error or 'another process has failed before'}")
         self.is_over = True
-        wait = meet(self.comm, tag, numbers, failure, added)
+        wait = meet(self.comm, tag, numbers, failure)
 
-        def finish() -> Answer:
+        def finish() -> list[list[int]]:
             try:
                 found = wait()
             except Exception as error:
@@ -129,15 +100,15 @@ class Session:
 
     def agree(self, tag: Tag, numbers: Sequence[int] = ()) -> list[list[int]]:
         """The numbers of every process, which are all here."""
-        return self.begin(tag, numbers)().numbers
+        return self.begin(tag, numbers)()
 
     def end(
-        self, tag: Tag, error: BaseException | None, numbers: Sequence[int] = (), added: Added | None = None
-    ) -> tuple[BaseException | None, Answer]:
-        """Tell the others how it went. Why this process has to fail if it has not, and the answer."""
+        self, tag: Tag, error: BaseException | None, numbers: Sequence[int] = ()
+    ) -> tuple[BaseException | None, list[list[int]]]:
+        """Tell the others how it went. Why this process has to fail if it has not, and the numbers of every process."""
         if self.is_over and error is not None:
-            return None, _NOTHING
+            return None, []
         try:
-            return None, self.begin(tag, numbers, error, added)()
+            return None, self.begin(tag, numbers, error)()
         except Exception as elsewhere:
-            return elsewhere, _NOTHING
+            return elsewhere, []

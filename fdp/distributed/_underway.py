@@ -8,10 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 _SLICE = 1.0  # seconds for which Python cannot look at signals
 _UNDERWAY: dict[Any, Any] = {}
 """Operations, and the group of each."""
@@ -32,7 +33,7 @@ class PendingOperation:
         self._work: Any = start()
         _UNDERWAY[self._work] = self._group
 
-    def wait(self, limit: datetime.timedelta) -> None:
+    def wait(self, limit: datetime.timedelta, meanwhile: Callable[[], None] | None = None) -> None:
         """Until all have come. Ctrl-C is heard meanwhile."""
         part = datetime.timedelta(seconds=_slice(limit))
         has_said = False
@@ -40,9 +41,13 @@ class PendingOperation:
             with contextlib.suppress(RuntimeError):  # the part is over, or it has failed, which `wait` says below
                 self._work.wait(part)
                 continue
-            if not has_said and not self._work.is_completed():
+            if self._work.is_completed():
+                break
+            if not has_said:
                 self._say()
                 has_said = True
+            if meanwhile is not None:
+                meanwhile()
         _UNDERWAY.pop(self._work, None)
         self._work.wait()
 
@@ -59,31 +64,54 @@ class PendingOperation:
     def _absent(self, others: list[int], limit: datetime.timedelta) -> list[int] | None:
         """Those that have not said that they wait here, None if nobody can tell."""
         patience = _slice(limit)  # for those that came a moment ago
-        late: list[int] | None = None
-
-        def look() -> None:
-            nonlocal late
-            with contextlib.suppress(RuntimeError):  # the store may have gone, with the process that has it
-                store, end, missing = self._group.get_group_store().clone(), time.monotonic() + patience, others
-                while missing and time.monotonic() < end:
-                    time.sleep(patience / 10)
-                    missing = [rank for rank in missing if not self._has_come(store, rank)]
-                late = missing
-
         self._say()
-        # In a thread, with a connection of its own: a store whose process has stopped never answers.
-        thread = threading.Thread(target=look, name="fdp-absent", daemon=True)
-        thread.start()
-        thread.join(2 * patience)
-        return late
+
+        def look(store: Any) -> list[int]:
+            end, missing = time.monotonic() + patience, others
+            while missing and time.monotonic() < end:
+                time.sleep(patience / 10)
+                missing = [rank for rank in missing if _said(store, rank) < self._number]
+            return missing
+
+        return _asked(self._group, look, 2 * patience)
 
     def _say(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.get_group_store().set(f"fdp/{self._rank}", str(self._number))
 
-    def _has_come(self, store: Any, rank: int) -> bool:
-        key = f"fdp/{rank}"
-        return store.check([key]) and int(store.get(key)) >= self._number
+
+def where_others_wait(groups: Sequence[Any], ranks: Sequence[int], rank: int) -> list[int]:
+    """In which groups somebody has said to wait for an operation that this process has not begun."""
+    others = [other for other in ranks if other != rank]
+
+    def is_waited_for(group: Any) -> bool:
+        begun = _STARTED.get(group, 0)
+        return bool(_asked(group, lambda store: any(_said(store, other) > begun for other in others), _SLICE))
+
+    return [i for i, group in enumerate(groups) if is_waited_for(group)]
+
+
+def _said(store: Any, rank: int) -> int:
+    """For which operation a process has said that it waits, 0 if for none."""
+    key = f"fdp/{rank}"
+    return int(store.get(key)) if store.check([key]) else 0
+
+
+def _asked(group: Any, ask: Callable[[Any], T], patience: float) -> T | None:
+    """What the store of a group says, None if it does not answer.
+
+    In a thread, with a connection of its own: a store whose process has stopped never answers.
+    """
+    found: list[T] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):  # the store may have gone, with the process that has it
+            found.append(ask(group.get_group_store().clone()))
+
+    thread = threading.Thread(target=look, name="fdp-store", daemon=True)
+    thread.start()
+    thread.join(patience)
+    return found[0] if found else None
 
 
 def _list(ranks: Sequence[int]) -> str:

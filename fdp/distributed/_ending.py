@@ -1,0 +1,84 @@
+"""The end of a call whose results are sums over processes: gradients, a loss, and aux that is a sum or a mean."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fdp._placement.peers import Joined, Summed
+from fdp._trees.types import Tree
+from fdp.distributed._agreed import Agreed
+from fdp.distributed._buckets import Packing, kind_of
+from fdp.distributed._join import PartialResult
+from fdp.distributed._lanes import Note, room_for_notes
+
+
+@final
+class Ending:
+    """What this process has at the end: its part of the loss and of aux, and its gradients."""
+
+    def __init__(self, loss: Joined, aux: Joined | None, gradients: Summed, device: torch.device, where: str) -> None:
+        self._where, self._gradients = f"the end of {where}", gradients
+        self._is_mean = loss.dims == "mean"
+        self._weight = float(sum(loss.weights or ())) if self._is_mean else 1.0
+        if not self._weight:  # only the others count
+            loss = loss._replace(weights=[1.0] * len(loss.shards))
+        self._loss = loss.tree(device, where)
+        self._aux = None if aux is None else PartialResult(aux.shards, aux.dims, aux.weights, 1.0, device, where, "aux")
+        self._aux_weight = 0.0 if aux is None else float(sum(aux.weights or ()))
+        self._parts = [] if self._aux is None else self._aux.own()
+        tensors = [*self._parts, *gradients.sums()]
+        self._kinds = [kind_of(x) for x in tensors]
+        self._is_tracked = any(x.requires_grad for x in tensors)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it are sums that nothing differentiates."""
+        dense = all(layout is torch.strided for *_, layout in self._kinds)
+        return dense and not self._is_tracked and (self._aux is None or self._aux.is_plain)
+
+    @property
+    def kind(self) -> Any:
+        """What of it is the same in all processes, beside the kinds of what is added up."""
+        return self._is_mean, self._loss.dtype, None if self._aux is None else self._aux.kind
+
+    def packing(self, count: int) -> Packing:
+        """How it is sent between so many processes."""
+        return Packing(self._kinds, room_for_notes(count))
+
+    def fits(self, agreed: Agreed) -> bool:
+        """Whether it is what was agreed on."""
+        return not self._is_tracked and self._kinds == agreed.packing.kinds and self.kind == agreed.kind
+
+    def begin(self, agreed: Agreed, number: int) -> Callable[[], tuple[Tensor, Tree] | None]:
+        """Add it up over all processes; what is returned waits for that. None if one is not in the call `number`."""
+        packing, gradients = agreed.packing, self._gradients
+        ours = [*[False] * len(self._parts), *gradients.ours()]
+        tensors = [*self._parts, *gradients.sums()]
+        flats = [packing.packed(k, tensors, ours) for k in range(len(packing.buckets))]
+        del tensors
+        value = self._loss.item() * self._weight if self._weight else 0.0  # not by a product: it may be infinite
+        note = Note(number, self._weight, self._aux_weight, value)
+        wait = agreed.lane.begin(self._where, note, flats, packing.room_of(flats))
+
+        def finish() -> tuple[Tensor, Tree] | None:
+            notes = wait()
+            if any(other.call != number for other in notes):
+                return None
+            whole = sum(other.weight for other in notes) if self._is_mean else 1.0
+            weight, value = sum(other.aux_weight for other in notes), sum(other.value for other in notes)
+            if not whole or (self._aux is not None and not weight):  # what is a mean over nothing is said in full
+                return None
+            sums = packing.unpacked(flats)
+            own, sums = sums[: len(self._parts)], sums[len(self._parts) :]
+            if whole != agreed.whole:
+                for x in sums:
+                    x.mul_(agreed.whole / whole)
+                agreed.whole = whole
+            gradients.replace_sums(sums)
+            aux = None if self._aux is None else self._aux.completed(own, weight)
+            found = torch.tensor(value / whole, dtype=torch.float64, device="cpu")
+            return found.to(self._loss.device, self._loss.dtype), aux
+
+        return finish

@@ -1,0 +1,264 @@
+"""Steps whose plan all processes have agreed on before: one message, and whoever is not in it is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+from tests.common.comparing import assert_close_tree
+from tests.distributed.pool import Failure, Pool
+
+PARAMS = {"w": torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3), "b": torch.ones(3, dtype=torch.float64)}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"]).square().sum(1).mean()
+
+
+def rows(first: int, count: int) -> Tensor:
+    return torch.arange(first * 2.0, (first + count) * 2, dtype=torch.float64).reshape(count, 2).sin()
+
+
+def own(mesh: Any, count: int = 4) -> Tensor:
+    return rows(mesh.rank * count, count)
+
+
+def oracle(count: int) -> Any:
+    grads, value = torch.func.grad_and_value(loss)(PARAMS, rows(0, count))
+    return value, grads
+
+
+def messages(step: Callable[[], Any]) -> list[tuple[str, list[list[int]]]]:
+    """The operations of torch.distributed in a step, and the shapes that they were given."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        step()
+    events = [event for event in profile.events() or () if event.name.startswith("gloo:")]
+    return [(event.name, event.input_shapes) for event in events]
+
+
+# ---- what is sent
+
+
+def sent(mesh: Any, dtype: torch.dtype) -> Any:
+    params = {name: p.to(dtype) for name, p in PARAMS.items()}
+    step = fdp.value_and_grad(loss, devices=mesh)
+    x = own(mesh).to(dtype)
+    step(params, x)
+    return messages(lambda: step(params, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_known_step_sends_one_message(two: Pool, four: Pool, count: int, dtype: torch.dtype):
+    sent_as = torch.promote_types(dtype, torch.float32)
+    for found in (two if count == 2 else four)(sent, 1, dtype):
+        ((name, [[numbers]]),) = found
+        assert name == "gloo:all_reduce"
+        assert (numbers - 9) * sent_as.itemsize <= 256  # beside the gradients
+
+
+def sent_with_aux(mesh: Any) -> Any:
+    def with_aux(p: Any, x: Tensor) -> Any:
+        value = loss(p, x)
+        return value, {"mean": x.mean(0), "rows": x, "sum": value.detach() * len(x)}
+
+    dims = {"mean": "mean", "rows": 0, "sum": "sum"}
+    step = fdp.value_and_grad(with_aux, has_aux=True, devices=mesh, microbatches=2, aux_dims=dims, seed=3)
+    found: list[Any] = []
+    step(PARAMS, own(mesh))
+    said = messages(lambda: found.append(step(PARAMS, own(mesh))))
+    return said, found[0]
+
+
+def test_aux_goes_with_it(two: Pool):
+    value, grads = oracle(8)
+    for rank, (said, ((found, aux), found_grads)) in enumerate(two(sent_with_aux, 2)):
+        assert [name for name, _ in said] == ["gloo:all_reduce"]
+        assert_close_tree((found, found_grads), (value, grads))
+        assert_close_tree(aux, {"mean": rows(0, 8).mean(0), "rows": rows(4 * rank, 4), "sum": value * 8})
+
+
+def large(mesh: Any) -> list[bool]:
+    params, seen = [torch.ones(400, 500), torch.ones(3)], []
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        p[0].register_hook(lambda grad: seen.append(grad.data_ptr()))
+        return (p[0] * p[0]).sum() * x.mean() + p[1].sum()
+
+    step = fdp.value_and_grad(loss, devices=mesh)
+    return [step(params, torch.ones(2))[1][0].data_ptr() == seen[-1] for _ in range(3)]
+
+
+def test_large_gradients_are_summed_where_they_are(two: Pool):
+    for found in two(large, 1):
+        assert found == [True] * 3
+
+
+# ---- what changes from step to step
+
+
+SIZES = [(6, 6), (6, 5), (6, 5), (2, 6), (6, 0), (6, 6), (6, 6)]
+
+
+def masked(p: Any, x: Tensor) -> Tensor:
+    losses, mask = torch.tanh(x @ p["w"] + p["b"]).square().sum(1), x[:, 0] > 0.1
+    return (losses * mask).sum() / mask.sum()
+
+
+def count(p: Any, x: Tensor) -> Tensor:
+    return (x[:, 0] > 0.1).sum()
+
+
+def changing(mesh: Any, is_masked: bool) -> Any:
+    step = fdp.value_and_grad(masked if is_masked else loss, devices=mesh, count=count if is_masked else None)
+    return [step(PARAMS, rows(mesh.rank * 6, sizes[mesh.rank])) for sizes in SIZES]
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("slots", [1, (1, 3)])
+def test_rows_and_counts_may_change(two: Pool, slots: Any, is_masked: bool):
+    step = torch.func.grad_and_value(masked if is_masked else loss)
+    each = two(changing, slots, is_masked)
+    for i, (a, b) in enumerate(SIZES):
+        grads, value = step(PARAMS, torch.cat([rows(0, a), rows(6, b)]))
+        for found in each:
+            assert_close_tree(found[i], (value, grads))
+
+
+def by_kind(mesh: Any) -> Any:
+    """What a function returns changes while it goes, in all processes; in the end it is known again."""
+    kind = ["plain"]
+
+    def with_aux(p: Any, x: Tensor) -> Any:
+        if kind[0] == "meets":
+            return loss(p, x) + 0 * fdp.psum(x.sum()), {"a": x.mean()}
+        return loss(p, x), {"a": x.mean()} if kind[0] == "plain" else {"b": x.amax(), "c": 3}
+
+    step = fdp.value_and_grad(with_aux, has_aux=True, devices=mesh, aux_dims=None)
+    sums = fdp.value_and_grad(with_aux, has_aux=True, devices=mesh, aux_dims="mean")
+    found = []
+    for kind[0] in ("plain", "plain", "meets", "plain", "meets", "plain", "plain"):
+        found.append(sums(PARAMS, own(mesh)))
+    for kind[0] in ("plain", "other", "plain", "other", "other"):
+        found.append(step(PARAMS, own(mesh)))
+    return found
+
+
+def test_what_it_returns_may_change(two: Pool):
+    value, grads = oracle(8)
+    for found in two(by_kind, 1):
+        for (each, _), each_grads in found:
+            assert_close_tree((each, each_grads), (value, grads))
+
+
+def in_turns(mesh: Any) -> Any:
+    """Two functions with the same arguments that return something else."""
+    first = fdp.value_and_grad(lambda p, x: loss(p, x), devices=mesh)
+    second = fdp.value_and_grad(lambda p, x: (loss(p, x), x.mean()), has_aux=True, devices=mesh)
+    for _ in range(2):
+        first(PARAMS, own(mesh))
+        second(PARAMS, own(mesh))
+    return [messages(lambda step=step: step(PARAMS, own(mesh))) for step in (first, second)]
+
+
+def test_two_functions_are_two_plans(two: Pool):
+    for each in two(in_turns, 1):
+        assert [len(said) for said in each] == [1, 1]
+
+
+# ---- one process is not in the step
+
+
+def fails(mesh: Any, how: str, rank: int) -> Any:
+    odd = [False]
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        if how == "forward" and odd[0]:
+            raise KeyError("odd")
+        y = p["b"] * 1
+        if how == "backward" and odd[0]:
+            y.register_hook(lambda grad: [][1])
+        return loss({"w": p["w"], "b": y}, x)
+
+    def count(p: Any, x: Tensor) -> float:
+        if how == "count" and odd[0]:
+            raise KeyError("odd")
+        return len(x)
+
+    step = fdp.value_and_grad(fn, devices=mesh, count=count)
+    before = [step(PARAMS, own(mesh)) for _ in range(2)]
+    odd[0] = mesh.rank == rank
+    with pytest.raises((RuntimeError, KeyError, IndexError), match=r"odd|list index out of range") as caught:
+        step(PARAMS, own(mesh))
+    odd[0] = False
+    after = [step(PARAMS, own(mesh)) for _ in range(2)]
+    return f"{type(caught.value).__name__}: {caught.value}", before, after
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["forward", "backward", "count"])
+def test_one_that_fails_is_named(two: Pool, how: str, rank: int):
+    expected = oracle(8)
+    kind = "IndexError" if how == "backward" else "KeyError"
+    for process, (error, before, after) in enumerate(two(fails, 1, how, rank)):
+        assert error.startswith(kind) if process == rank else f"process {rank} has raised {kind}" in error, error
+        for found in before + after:
+            assert_close_tree(found, expected)
+
+
+def test_one_of_four_that_fails_is_named(four: Pool):
+    for process, (error, _, after) in enumerate(four(fails, 1, "forward", 2)):
+        assert error == "KeyError: 'odd'" if process == 2 else "process 2 has raised KeyError: 'odd'" in error, error
+        assert_close_tree(after[0], oracle(16))
+
+
+Odd = dict[str, tuple[Callable[[Any], Any], str]]
+
+
+def step_of(mesh: Any, params: Any = None, **options: Any) -> Any:
+    how = {"devices": mesh} | options
+    return fdp.value_and_grad(loss, **how)(PARAMS if params is None else params, own(mesh))
+
+
+def single(mesh: Any) -> Any:
+    return fdp.value_and_grad(loss, devices=mesh)({name: p.float() for name, p in PARAMS.items()}, own(mesh).float())
+
+
+ODD: Odd = {
+    "another dtype": (single, r"\['b'\] float64\[3\] in process 0, args\[0\]\['b'\] float32\[3\] in process 1"),
+    "one more leaf": (
+        lambda mesh: step_of(mesh, PARAMS | {"c": torch.ones(2)}),
+        r"\['w'\] .*process 0.*'c'.*process 1",
+    ),
+    "a sum": (
+        lambda mesh: step_of(mesh, reduction="sum"),
+        "reduction='mean' in process 0, reduction='sum' in process 1",
+    ),
+    "a seed": (lambda mesh: step_of(mesh, seed=1), "seed=None in process 0, seed=1 in process 1"),
+    "a gather": (lambda mesh: fdp.gather(fdp.scatter(own(mesh), mesh)), "value_and_grad in process 0, gather in pro"),
+}
+
+
+def differs(mesh: Any, name: str, is_known: bool) -> Any:
+    """Process 1 does something else, which all have done before or nobody has."""
+    odd, named = ODD[name]
+    expected = [step_of(mesh) for _ in range(2)]
+    if is_known:
+        for _ in range(2):
+            odd(mesh)
+    with pytest.raises(RuntimeError, match=named):
+        (odd if mesh.rank else step_of)(mesh)
+    return expected, [step_of(mesh) for _ in range(2)]
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("name", ODD)
+def test_one_that_does_something_else_is_named(two: Pool, name: str, is_known: bool):
+    found = two.outcomes(differs, 1, name, is_known)
+    for each in found:
+        assert not isinstance(each, Failure), each
+        before, after = each
+        assert_close_tree(after, before)

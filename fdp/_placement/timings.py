@@ -1,7 +1,8 @@
 """How long the shards of a plan take side by side and one after the other, so that `"auto"` takes the faster way.
 
 Results do not depend on the way (law L8), so it may be tried. Times are noisy, and so the median of the last few
-counts, and what a way has shown is forgotten when it is tried again: three slow calls mislead for a while only. Any thread may use them: two at once may count a call once, or both try the same way, and no more.
+counts, and what a way has shown is forgotten when it is tried again: three slow calls mislead for a while only. Any
+thread may use them: two at once may count a call once, or both try the same way, and no more.
 """
 
 from collections import deque

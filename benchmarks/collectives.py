@@ -1,7 +1,8 @@
 """What a psum over two slots of the CPU costs, beside a loop over the tensors and one addition of the same size.
 
-Targets: one tensor of 28 MB within 1.9 times one torch.add of that size, of which the sum and the copy for the other slot
-are 1.7, also in parts that stay in a cache, or on two cores; 1,000 tiny tensors within 3 ms, where a loop needs 2. OMP_WAIT_POLICY=passive keeps the threads of torch's pools from disturbing each other between the runs.
+Targets: one tensor of 28 MB within 1.9 times one torch.add of that size, of which the sum and the copy for the other
+slot are 1.7, also in parts that stay in a cache, or on two cores; 1,000 tiny tensors within 3 ms, where a loop
+needs 2. OMP_WAIT_POLICY=passive keeps the threads of torch's pools from disturbing each other between the runs.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,13 +24,15 @@ _HAS_END: set[int] = set()  # processes in which `_end` will run
 class _Write:
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work
-        self._thread = threading.Thread(target=self._run, name="fdp-checkpoint")
+        self._begins = threading.Lock()  # taken once: by the thread, or by who does not let it begin
+        # Not Thread.join: Ctrl-C there makes Python take a thread for ended, and end the process under it.
+        self._is_over = threading.Event()
         self._error: BaseException | None = None
-
-    def start(self) -> None:
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="fdp-checkpoint")
 
     def _run(self) -> None:
+        if not self._begins.acquire(blocking=False):
+            return
         assert self._work is not None
         try:
             self._work()
@@ -38,10 +40,16 @@ class _Write:
             self._error = error
         finally:
             self._work = None  # and with it the state
+            self._is_over.set()
+
+    def cancel(self) -> None:
+        """If it has not begun, it will not."""
+        if self._begins.acquire(blocking=False):
+            self._is_over.set()
 
     def wait(self) -> BaseException | None:
-        while self._thread.is_alive():
-            self._thread.join(_SLICE)
+        while not self._is_over.wait(_SLICE):
+            pass
         return self._error
 
 
@@ -52,8 +60,13 @@ def begin(directory: Path, work: Callable[[], object]) -> None:
     if os.getpid() not in _HAS_END:
         Finalize(None, _end, exitpriority=0)  # not by atexit: processes of multiprocessing end without it
         _HAS_END.add(os.getpid())
-    _UNDERWAY[key] = _Write(work)  # before it begins: Ctrl-C may come in between, and a save after it has to wait
-    _UNDERWAY[key].start()
+    write = _Write(work)
+    try:
+        _UNDERWAY[key] = write
+        write.thread.start()
+    except BaseException:  # Ctrl-C: it may have begun, and what comes next has to wait for it
+        write.cancel()
+        raise
 
 
 def wait(directory: Path) -> None:

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, SupportsIndex, final
 
 import torch
@@ -37,8 +38,8 @@ class Batches:
 
     Each epoch has an order of its own, `torch.randperm` of a CPU generator with the seed `fold_in(seed, epoch)`. It is
     made when it is asked for, and the last two are kept, in 4 bytes a row. It does not depend on the generators,
-    default device or default dtype of the program, or on the machine. torch promises the same `randperm` within one of
-    its versions only; it has been the same in all versions from 2.11 to 2.15.
+    default device or default dtype of the program. torch promises the same `randperm` within one of its versions only;
+    a test of fdp notices a version that has another.
 
     Two with equal arguments are equal. Any thread may use it.
 
@@ -128,17 +129,21 @@ class Batches:
         `collate_fn` returns is left as it is.
 
         **Random numbers.** Each sample draws from generators with the seed
-        `fold_in(fold_in(fold_in(seed, -1), step), row)`: torch's of the CPU, `random`, and `numpy.random` if numpy is
-        there. So augmentation depends on the step and the row, and not on workers or processes. The generators of the
-        program are afterwards as before. A dataset with generators of its own makes them inside `__getitem__`, from
-        `torch.initial_seed()`. What a `collate_fn` draws is drawn for this process's rows together: it is the same for
-        any workers and from any start, and another for another number of processes.
+        `fold_in(fold_in(fold_in(seed, -1), step), row)`: torch's of the CPU, `random`, and `numpy.random`, which takes
+        32 bits of it. So augmentation depends on the step and the row, and not on workers or processes. The generators
+        of the program are afterwards as before. A dataset that wants a generator of its own makes a new one in each
+        `__getitem__`, with a seed that it draws: `random.getrandbits(63)`. What a `collate_fn` draws is drawn for this
+        process's rows together: it is the same for any workers and from any start, and another for another number of
+        processes.
 
         **Several rows at once.** `dataset.__getitems__` is called with all rows of this process as long as it draws
         nothing. Once it has drawn, the batch is loaded anew, and it is called for each row by itself from then on.
 
-        Each iteration begins at `start` again. A process without rows at a step gets a batch of no rows. To find out
-        what that looks like it loads a row of another process; a `collate_fn` of your own must put rows in dim 0.
+        **Processes.** All make it with the same arguments, and have equally many batches. A process without rows at a
+        step gets a batch of no rows. To find out what that looks like it loads a row of another process; a `collate_fn`
+        of your own must put rows in dim 0 for that. Rows are divided as `mesh.local` does without weights.
+
+        Each iteration begins at `start` again.
 
         Args:
             dataset: What has `len(dataset) == n` and `dataset[row]`.
@@ -170,11 +175,19 @@ class Batches:
         return RowLoader(rows, Steps(self.__getitem__, own, start, steps), options)
 
 
+Batches.__module__ = "fdp"  # where pickles find it
+
+
 def _permutation(n: int, seed: int, epoch: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(fold_in(seed, epoch))
+    """In a thread of its own, which has no modes or transforms: what is kept is to be of use outside of them too."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_draw_permutation, n, fold_in(seed, epoch)).result()
+
+
+def _draw_permutation(n: int, seed: int) -> Tensor:
     # Half the bytes take half the time: rows are drawn from all over the memory.
     dtype = torch.int32 if n < 2**31 else torch.int64
-    return torch.randperm(n, generator=generator, dtype=dtype, device="cpu")
+    return torch.randperm(n, generator=torch.Generator("cpu").manual_seed(seed), dtype=dtype, device="cpu")
 
 
 def _whole(where: str, name: str, value: Any, least: int | None, expected: str) -> int:
@@ -207,14 +220,13 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_dataset(dataset: Any, n: int) -> None:
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    ):
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset | Iterator):
         raise TypeError(
-            f"Batches.loader: {type(dataset).__name__} gives samples in an order of its own, and Batches says which "
-            "row comes when. Pass a dataset with __len__ and __getitem__"
+            f"Batches.loader: {kind} gives samples in an order of its own, and Batches says which row comes when. "
+            "Pass a dataset with __len__ and __getitem__"
         )
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(f"Batches.loader: {type(dataset).__name__} has no __len__, and must have n={n} rows")
+    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))):
+        raise TypeError(f"Batches.loader: expected a dataset with __len__ and __getitem__, got {kind}")
     if len(dataset) != n:
         raise ValueError(f"Batches.loader: the dataset has {len(dataset)} rows, and these are batches of n={n}")

@@ -38,10 +38,11 @@ def _leaves_like(structure: Any, sample: Tree) -> list[Any]:
 def collate_none(collate_fn: Collate, sample: Tree) -> Tree:
     """The batch of no rows, made of one sample: that of one row, cut."""
     if collate_fn is collate:
-        flat = flatten_any(sample, "sample")
-        return unflatten(flat.structure, [_without_row(default_collate([leaf])) for leaf in flat.leaves])
+        structure = flatten_any(sample, "sample").structure
+        return unflatten(structure, map(_without_row, leaves_up_to(structure, collate([sample]))))
+    one, two = collate_fn([sample]), collate_fn([sample, sample])
     try:
-        return tree_map(_cut, collate_fn([sample]), collate_fn([sample, sample]))
+        return tree_map(_cut, one, two)
     except ValueError as error:
         raise ValueError(
             "Batches.loader: this process has no rows at this step, and a batch of none can be made only if collate_fn "

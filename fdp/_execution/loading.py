@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import getitem
 from typing import Any, NamedTuple, final
 
 import torch
@@ -106,7 +107,7 @@ class LoadedRows(Dataset[Tree]):
             if samples is not None:
                 return samples
             self._draws = True
-        one = self.dataset.__getitem__ if several is None else lambda row: several([row])[0]
+        one = partial(getitem, self.dataset) if several is None else lambda row: several([row])[0]
         return [self._sample(share.step, row, seed, one) for row in share.rows]
 
     def _at_once(self, several: Callable[[list[int]], Any], rows: list[int], seed: int) -> list[Tree] | None:

@@ -1,6 +1,6 @@
 """The generators that a dataset draws from, of the whole process: torch's of the CPU, Python's, and numpy's."""
 
-import pickle
+import contextvars
 import random
 import sys
 from collections.abc import Callable
@@ -21,13 +21,13 @@ def keeping_generators(call: Callable[[], Result]) -> Result:
     """What a call that seeds them returns; they are as before afterwards. No seeded shard runs meanwhile."""
     be_alone()
     with EXCLUSIVE.held():
-        in_order = IN_ORDER.set(True)  # threads of calls inside would wait for the lock
+        context = contextvars.copy_context()
+        context.run(IN_ORDER.set, True)  # threads of calls inside would wait for the lock
         restore = _remembered()
         try:
-            return call()
+            return context.run(call)
         finally:
             shielded(restore)
-            IN_ORDER.reset(in_order)
 
 
 def seed_generators(seed: int) -> None:
@@ -39,11 +39,14 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)  # it takes 32 bits; a list of more takes ten times as long
 
 
-def positions() -> bytes:
-    """Where they are: the same if nothing was drawn in between."""
+def positions() -> list[object]:
+    """Where they are: equal if nothing was drawn in between."""
+    found: list[object] = [bytes_of(torch.default_generator.get_state()), random.getstate()]
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    return bytes_of(torch.default_generator.get_state()) + pickle.dumps(states)
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found += [name, keys.tobytes(), rest]
+    return found
 
 
 def _remembered() -> Callable[[], None]:

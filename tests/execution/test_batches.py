@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fdp
 
@@ -192,3 +193,21 @@ def test_there_is_no_last_one():
     with pytest.raises(TypeError, match="has no len"):
         len(batches)
     assert batches
+
+
+def test_inside_of_functions_that_are_transformed_or_only_looked_at():
+    """What is kept of an epoch is of use outside too."""
+    x = torch.randn(23, dtype=torch.float64)
+
+    def total(_: None, w: Tensor) -> Tensor:
+        return w * x[batches[0]].sum()
+
+    want = x[fdp.Batches(23, 6)[0]].sum()
+    for around in (
+        lambda w: fdp.explain(total, None, w, fdp.virtual_devices(2)),
+        torch.vmap(lambda w: total(None, w)),
+        lambda w: fdp.dp_apply(total, None, w, fdp.virtual_devices(2), seed=0),
+    ):
+        batches = fdp.Batches(23, 6)
+        around(torch.ones(2))
+        torch.testing.assert_close(total(None, torch.ones(())), want)

@@ -330,10 +330,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "generator gives samples in an order of its",
     ),
+    "set": (lambda: BATCHES.loader(set(range(23))), TypeError, "expected a dataset with .* got set"),
     "no length": (
         lambda: BATCHES.loader(WithoutLength()),
         TypeError,
-        "WithoutLength has no __len__, and must have n=23",
+        "expected a dataset with __len__ and __getitem__, got WithoutLength",
     ),
     "length": (lambda: BATCHES.loader(range(20)), ValueError, "the dataset has 20 rows, and these are batches of n=23"),
     "batch_size": (

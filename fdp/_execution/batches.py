@@ -16,6 +16,7 @@ from fdp._execution.loading import LoadedRows, RowLoader, Steps
 from fdp._placement.peers import Spread
 from fdp._placement.slot import fold_in
 from fdp._trees.listing import quoted
+from fdp._trees.registry import register_leaf
 
 
 @final
@@ -175,6 +176,7 @@ class Batches:
         return RowLoader(rows, Steps(self.__getitem__, own, start, steps), options)
 
 
+register_leaf(Batches)  # and not a tree of its numbers
 Batches.__module__ = "fdp"  # where pickles find it
 
 

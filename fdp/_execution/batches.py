@@ -152,7 +152,8 @@ class Batches:
             start: The first step.
             steps: How many; `len(loader)` is this number. None: without end, and without `len`.
             **options: Those of `torch.utils.data.DataLoader` that say how to load: `num_workers`, `collate_fn`,
-                `pin_memory` and so on. With `num_workers=0` rows are loaded in the thread that began the iteration.
+                `pin_memory` and so on. With `num_workers=0` rows are loaded in the thread that began the iteration;
+                other threads are not to draw meanwhile, unless in calls of fdp with a seed.
 
         Raises:
             TypeError: An iterable dataset, or something that is no mesh, or options of which rows and when.
@@ -231,4 +232,5 @@ def _check_dataset(dataset: Any, n: int) -> None:
     if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))):
         raise TypeError(f"Batches.loader: expected a dataset with __len__ and __getitem__, got {kind}")
     if len(dataset) != n:
-        raise ValueError(f"Batches.loader: the dataset has {len(dataset)} rows, and these are batches of n={n}")
+        hint = ". Of tensors make a TensorDataset, or take x[batches[step]]" * isinstance(dataset, tuple | dict)
+        raise ValueError(f"Batches.loader: the dataset has {len(dataset)} rows, and these are batches of n={n}{hint}")

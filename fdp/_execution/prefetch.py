@@ -59,7 +59,7 @@ def prefetch(
     thread, as `close()` does; both wait until it has loaded the batch that it is at.
 
     Transforms of the data that draw from torch's default generator do so in the thread, in between draws of the
-    training loop: for numbers that repeat, give them a `torch.Generator`, or a DataLoader `num_workers`.
+    training loop: for numbers that repeat, give them a `torch.Generator`, or load rows by `Batches.loader`.
 
     Args:
         batches: Anything that can be iterated over, such as a DataLoader. It must not be used otherwise meanwhile.
@@ -85,14 +85,14 @@ def prefetch(
     def split(batch: Tree) -> Sharded:
         return scatter(batch, devices, in_dims, weights=weights, keep_empty=keep_empty)
 
-    return _ahead(_Batches(iter(batches), split, slots), size)
+    return _ahead(_Source(iter(batches), split, slots), size)
 
 
 _END = object()
 
 
 @final
-class _Batches:
+class _Source:
     """Where batches come from, and what becomes of them."""
 
     def __init__(self, source: Iterator[Tree], split: Callable[[Tree], Sharded], slots: Sequence[torch.device]) -> None:
@@ -112,7 +112,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout is torch.strided else tensor
 
 
-def _ahead(batches: _Batches, size: int) -> Generator[Sharded, None, None]:
+def _ahead(batches: _Source, size: int) -> Generator[Sharded, None, None]:
     first = batches.next()
     if first is _END:
         return
@@ -137,7 +137,7 @@ def _ahead(batches: _Batches, size: int) -> Generator[Sharded, None, None]:
 class _Thread:
     """Loads batches while there is room."""
 
-    def __init__(self, batches: _Batches, size: int) -> None:
+    def __init__(self, batches: _Source, size: int) -> None:
         self._batches = batches
         self._state = ThreadState.of_caller(batches.gpus)
         self._room = threading.Semaphore(size)

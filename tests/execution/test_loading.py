@@ -330,6 +330,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "generator gives samples in an order of its",
     ),
+    "tensors": (
+        lambda: BATCHES.loader((torch.ones(23), torch.ones(23))),
+        ValueError,
+        r"the dataset has 2 rows, and these are batches of n=23\. Of tensors make a TensorDataset, or take x\[batches",
+    ),
     "set": (lambda: BATCHES.loader(set(range(23))), TypeError, "expected a dataset with .* got set"),
     "no length": (
         lambda: BATCHES.loader(WithoutLength()),

@@ -13,6 +13,7 @@ from fdp._collectives.rendezvous import Settings
 from fdp._collectives.slot_threads import Failures, run_slots, run_slots_here
 from fdp._execution.patches import install, is_forward_mode
 from fdp._execution.pool import cores
+from fdp._execution.seeds import Seed
 from fdp._execution.thread_state import ThreadState, why_not_together
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
@@ -35,7 +36,7 @@ def run_together(
     slots: Sequence[Slot],
     *,
     side_by_side: bool,
-    seed: int | None,
+    seed: Seed | None,
     here: bool = False,
     peers: PeerCall,
 ) -> tuple[list[Any], Failures]:
@@ -57,7 +58,7 @@ def run_together(
     return (results, failures) if failures else (stitched(results, list[Ends](ends), call.runs()), [])
 
 
-def _settings(slots: Sequence[Slot], seed: int | None, peers: PeerCall, *, side_by_side: bool) -> Settings:
+def _settings(slots: Sequence[Slot], seed: Seed | None, peers: PeerCall, *, side_by_side: bool) -> Settings:
     joint = torch_private.is_transformed() or is_forward_mode()
     count = len({slot.index for slot in slots})
     on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, final
 from fdp._execution.interrupts import soon
 from fdp._execution.patches import firm
 from fdp._execution.scheduler import Abandoned, Scheduler, Waiter, this_participant
+from fdp._execution.seeds import Seed
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot, check_process, text_of
@@ -46,7 +47,7 @@ class Settings(NamedTuple):
     """
 
     limit: int
-    seed: int | None
+    seed: Seed | None
     state: ThreadState
     joint: bool
     depth: int

@@ -36,8 +36,9 @@ from fdp._execution.function_traits import (
     remember_together,
 )
 from fdp._execution.patches import IN_TURNS
-from fdp._execution.random import bookmark, seeded, stay
+from fdp._execution.random import bookmark, stay
 from fdp._execution.restart import Again, Together, forget_restarts
+from fdp._execution.seeds import seeded
 from fdp._execution.thread_state import why_not_together
 from fdp._execution.threads import inner_threads, run_side_by_side
 from fdp._placement.slot import IN_PLACE, WANTED, Slot, run_in_slot, text_of

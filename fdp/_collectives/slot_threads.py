@@ -32,8 +32,9 @@ from fdp._execution.alone import be_alone
 from fdp._execution.interrupts import shielded
 from fdp._execution.patches import firm
 from fdp._execution.pool import Job, begin, is_any_at_work
-from fdp._execution.random import OwnGenerators, SlotSeeds
+from fdp._execution.random import OwnGenerators
 from fdp._execution.scheduler import PARTICIPANT, Abandoned, Participant, Scheduler, this_participant
+from fdp._execution.seeds import SlotSeeds
 from fdp._placement.slot import (
     EXCLUSIVE,
     IN_ORDER,
@@ -233,10 +234,8 @@ class _Lockstep:
         try:
             for slot, task in zip(self._slots[index], self._tasks[index], strict=True):
                 try:
-                    if slot.piece:
-                        for generators in own:
-                            generators.renew(slot.piece)
-                    self._results[index].append(run_in_slot(slot, task, rendezvous=self._rendezvous))
+                    seeded = partial(self.seeds.run, slot, own, task)
+                    self._results[index].append(run_in_slot(slot, seeded, rendezvous=self._rendezvous))
                 except BaseException as error:
                     self._errors[index] = slot, error
                     raise

@@ -1,11 +1,11 @@
 """How the shards of a call run: what the caller asks for, and what is possible here."""
 
-import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp._execution.function_traits import is_marked, must_run_in_order
 from fdp._execution.patches import is_forward_mode
+from fdp._execution.seeds import Seed
 from fdp._execution.thread_state import is_carried
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.slot import IN_ORDER, Slot
@@ -19,7 +19,7 @@ class Mode(NamedTuple):
     """How the shards of a call run; `fn` is the user's function."""
 
     executor: Executor
-    seed: int | None
+    seed: Seed | None
     fn: Function | None
     effects: bool = False  # a shard must not begin anew for its first collective
     stays: bool = False  # nor where it does not fit beside others: it goes on alone
@@ -28,12 +28,10 @@ class Mode(NamedTuple):
     timings: Timings | None = None  # of calls with this plan; none where effects show which way they took
 
 
-def check_options(executor: Executor, seed: int | None, where: str) -> None:
-    """The executor is one of those that there are, the seed an int."""
+def check_executor(executor: Executor, where: str) -> None:
+    """It is one of those that there are."""
     if executor not in ("auto", "sequential", "threads"):
         raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
-        raise TypeError(f"{where}: seed must be an int, got {seed!r}")
 
 
 def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:

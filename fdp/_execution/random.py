@@ -16,8 +16,6 @@ Where a turn, a seeded shard or a run that begins anew ends, the states of befor
 that an interrupt comes before all of it or after.
 """
 
-import contextlib
-import hashlib
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,10 +24,9 @@ from typing import Any, final
 
 import torch
 
-from fdp._execution.alone import be_alone, is_beside_others
+from fdp._execution.alone import is_beside_others
 from fdp._execution.scheduler import this_participant
-from fdp._placement.moves import bytes_of
-from fdp._placement.slot import EXCLUSIVE, IN_ORDER, LENT, Slot, fold_in
+from fdp._placement.slot import EXCLUSIVE, LENT
 from fdp._trees import torch_private
 
 
@@ -42,10 +39,10 @@ class OwnGenerators:
         self._own: list[torch.Tensor] | None = None
         self._outside: list[torch.Tensor] = []
 
-    def renew(self, data: int) -> None:
+    def renew(self, seed: int) -> None:
         """Another seed, during a turn."""
         for generator in self._generators:
-            generator.manual_seed(fold_in(self._seed, data))
+            generator.manual_seed(seed)
 
     def resume(self) -> None:
         """Begin a turn."""
@@ -88,7 +85,7 @@ class KeptGenerators(OwnGenerators):
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, device)
 
-    def renew(self, data: int) -> None:
+    def renew(self, seed: int) -> None:
         """It goes on."""
 
     def resume(self) -> None:
@@ -102,65 +99,12 @@ class KeptGenerators(OwnGenerators):
             self._own = [generator.get_state() for generator in self._generators]
 
 
-@final
-class SlotSeeds:
-    """What the slots of a call draw from that run together: a seed of the caller's, or one that is taken."""
-
-    def __init__(self, seed: int | None, *, has_values: bool) -> None:
-        self._seed, self._has_values, self._is_taken = seed, has_values, False  # what has no values draws none
-        self._own: list[OwnGenerators] = []
-
-    def take(self) -> None:
-        """A seed for slots that take turns, from the state of the caller's generator."""
-        if not self._has_values:
-            return
-        # Inside a transform the state has no memory to read.
-        with EXCLUSIVE.held(), torch_private.without_transforms():
-            state = bytes_of(torch.default_generator.get_state())
-        self._seed, self._is_taken = int.from_bytes(hashlib.sha256(state).digest()[:8], "little"), True
-
-    def of(self, slot: Slot) -> list[OwnGenerators]:
-        """The generators of a slot, if there is a seed."""
-        if self._seed is None or not self._has_values:
-            return []
-        own = OwnGenerators(fold_in(self._seed, slot.index), slot.device)
-        self._own.append(own)
-        return [own]
-
-    def kept(self, slot: Slot) -> list[OwnGenerators]:
-        """Those of a slot that goes on with what it finds."""
-        return [KeptGenerators(slot.device)] if self._has_values else []
-
-    def leave(self) -> None:
-        """Move the caller's generator if slots have drawn: the next call is to draw something else."""
-        if self._is_taken and any(own.has_drawn() for own in self._own):
-            with torch_private.without_transforms():
-                torch.rand((), device="cpu")  # whatever the default device is
-
-
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Those that a function on a device draws from."""
     generators = [torch.default_generator]
     if device.type not in ("cpu", "meta"):
         generators.append(torch.get_device_module(device).default_generators[device.index])
     return generators
-
-
-def seeded(seed: int, slot: Slot, call: Callable[[], Any]) -> Any:
-    """Draw from `fold_in(seed, slot)`; the generators of the caller are as before afterwards."""
-    be_alone()
-    own = fold_in(seed, slot.index)
-    own = fold_in(own, slot.piece) if slot.piece else own  # the first microbatch draws as the whole shard would
-    generators, participant = OwnGenerators(own, slot.device), this_participant()
-    with EXCLUSIVE.held():
-        IN_ORDER.set(True)  # until the end of the shard's context
-        restore = generators.remember()
-        try:
-            generators.put()
-            with contextlib.nullcontext() if participant is None else participant.owning(generators):
-                return call()
-        finally:
-            deque(restore, 0)  # one call of C, which no interrupt comes before or into
 
 
 def bookmark(devices: Collection[torch.device]) -> Callable[[], None]:

@@ -1,13 +1,14 @@
 """A function run once per slot: `dp_apply` is `gather ∘ parallel_apply ∘ (replicate, scatter)`."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import run_all
-from fdp._execution.executor import Mode, check_options
+from fdp._execution.executor import Mode, check_executor
+from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.partition import Partition
 from fdp._placement.peers import peers_of
@@ -17,7 +18,9 @@ from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import common_peers
 from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
 from fdp._transforms.call import Shard, bind, call_shard
-from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._transforms.row_seed import RowCall, with_rows
+from fdp._trees.tree import Flat, flatten
+from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 from fdp._trees.untraced import leave_alone
 
 
@@ -35,6 +38,7 @@ def dp_apply(
     weights: Sequence[float] | None = None,
     executor: Executor = "auto",
     seed: int | None = None,
+    randomness: Randomness = "different",
     axis_name: str = "data",
 ) -> Tree:
     """Run a pure function of parameters and a batch on several devices, each with a part of the batch.
@@ -67,8 +71,10 @@ def dp_apply(
             as many at once as there are cores. `"auto"`: threads if `fn` is known to be safe in them, because
             `functional` made it or `thread_safe` marks it, and no transform of torch.func is active; on the CPU, where
             these calls have been faster so.
-        seed: Give slot i the random numbers of `fold_in(seed, i)`, and leave the caller's generators alone. Seeded
-            shards take turns.
+        seed: Draw random numbers from this seed, and leave the caller's generators alone. Seeded shards take turns.
+        randomness: Who draws what from the seed. `"different"`: slot i draws from `fold_in(seed, i)`. `"same"`: all
+            slots draw the same. `"rows"`: each row draws what it draws on one device, whatever the devices, weights
+            and executor.
         axis_name: Name of this set of slots, for collectives and messages where calls nest.
 
     Returns:
@@ -83,7 +89,8 @@ def dp_apply(
         raise TypeError("dp_apply: the inputs are devices; the order is dp_apply(fn, params, inputs, devices)")
     held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
     with peers_of(devices, held).begins("dp_apply"):
-        options = Options("dp_apply", devices, output_device, weights, executor, seed, axis_name)
+        drawn = seed_of(seed, randomness, "dp_apply")
+        options = Options("dp_apply", devices, output_device, weights, executor, drawn, axis_name)
         check_function(fn, "dp_apply")
         if type(inputs) is tuple:
             args = positional_args(inputs, in_dims, "inputs", "dp_apply")
@@ -104,6 +111,7 @@ def shard_map(
     weights: Sequence[float] | None = None,
     executor: Executor = "auto",
     seed: int | None = None,
+    randomness: Randomness = "different",
     axis_name: str = "data",
 ) -> Function:
     """Turn a function into one that runs once per slot: `dp_apply` for any number of arguments.
@@ -119,7 +127,7 @@ def shard_map(
         fn: The function of one shard; it must not write to its arguments.
         in_dims: One spec for all positional arguments, or a tuple with a prefix tree for each; None for what every
             slot gets whole.
-        devices, kwarg_dims, out_dims, output_device, weights, executor, seed, axis_name: As in `dp_apply`.
+        devices, kwarg_dims, out_dims, output_device, weights, executor, seed, randomness, axis_name: As in `dp_apply`.
 
     Returns:
         A function with the arguments of `fn`.
@@ -128,7 +136,8 @@ def shard_map(
         TypeError: A module instead of a function. Calling the result raises what `dp_apply` does.
     """
     check_function(fn, "shard_map")
-    options = Options("shard_map", devices, output_device, weights, executor, seed, axis_name)
+    drawn = seed_of(seed, randomness, "shard_map")
+    options = Options("shard_map", devices, output_device, weights, executor, drawn, axis_name)
 
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
@@ -146,6 +155,7 @@ def parallel_apply(
     kwargs: Mapping[str, Tree] | None = None,
     executor: Executor = "auto",
     seed: int | None = None,
+    randomness: Randomness = "different",
     axis_name: str = "data",
 ) -> Sharded | tuple[Sharded, ...]:
     """Run a function on every slot and leave the results where they are: the step of a loop that keeps its state there.
@@ -164,7 +174,7 @@ def parallel_apply(
         args: `Sharded` and `Replicated` values on the same slots; anything else is replicated.
         devices: One device per slot, by default those of the arguments.
         kwargs: Keyword arguments, like `args`.
-        executor, seed, axis_name: As in `dp_apply`.
+        executor, seed, randomness, axis_name: As in `dp_apply`.
 
     Returns:
         What `fn` returned on each slot, without dims and rows; where that is a tuple, a tuple of such.
@@ -175,7 +185,8 @@ def parallel_apply(
     """
     held = (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))
     with peers_of(devices, held).begins("parallel_apply"):
-        result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, seed, axis_name)
+        drawn = seed_of(seed, randomness, "parallel_apply")
+        result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, drawn, axis_name)
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:
@@ -190,13 +201,13 @@ def _on_slots(
     kwargs: Mapping[str, Tree],
     devices: Devices,
     executor: Executor,
-    seed: int | None,
+    seed: Seed | None,
     axis_name: str,
 ) -> Sharded:
     """Run a function on every slot."""
     where = "parallel_apply"
     check_function(fn, where)
-    check_options(executor, seed, where)
+    check_executor(executor, where)
     keywords = keyword_args(kwargs, None, where)
     check_several(fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], keywords, where)
     named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
@@ -208,16 +219,38 @@ def _on_slots(
         for name, arg in named.items()
     ]
     sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
-    shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
-    n = len(args)
-    tasks = [
-        Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
-    ]
-    call = peers.begin_on_slots(where, {"axis_name": axis_name, "seed": seed}, sizes or (0,) * len(slots))
-    with call.part():
+    n, names = len(args), list(named)
+    call = peers.begin_on_slots(
+        where,
+        {"axis_name": axis_name, "seed": seed and seed.number, "randomness": seed and seed.randomness},
+        sizes or (0,) * len(slots),
+    )
+
+    def run(seed: Seed | None) -> list[Tree]:
+        shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
+        tasks = [
+            Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True))))
+            for s in shards
+        ]
         places = call.places(places_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name))
-        results = run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
+        return run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
+
+    def again(trees: Sequence[Tree], seed: Seed) -> object:
+        on_one = tuple(trees[:n]), dict(zip(keywords, trees[n:], strict=True)), slots[:1], "sequential", seed
+        return _on_slots(fn, *on_one, axis_name)
+
+    def row_call() -> RowCall:
+        if sizes is None:
+            raise ValueError(f"{where}: randomness='rows' needs rows: pass what fdp.scatter returns")
+        flats = [Flat(name, [column], [None], _LEAF, []) for name, column in zip(names, columns, strict=True)]
+        return RowCall(where, fn, flats, int(call.rows(sum(sizes))), (where, n, *keywords), again, False)
+
+    with call.part():
+        results = with_rows(seed, row_call, run)
     return Sharded(tuple(results), slots, peers=peers)
+
+
+_LEAF = flatten(0, "a leaf").structure
 
 
 def _map_shards(
@@ -228,14 +261,22 @@ def _map_shards(
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
     target = None if options.output_device is None else as_device(options.output_device, where)
     call = bind(fn, args, kwargs, options)
-    with call.peers.part():
+
+    def run(seed: Seed | None) -> Callable[[], Tree]:
         shards, check = call.place()
         tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
-        outputs = run_all(
-            tasks, call.places(), Mode(options.executor, options.seed, fn, peers=call.peers, timings=call.plan.timings)
-        )
+        mode = Mode(options.executor, seed, fn, peers=call.peers, timings=call.plan.timings)
+        outputs = run_all(tasks, call.places(), mode)
         check.check(where)
-        out = call.peers.join(call.joined(outputs, dims), target or call.device, where)
+        return call.peers.join(call.joined(outputs, dims), target or call.device, where)
+
+    def again(trees: Sequence[Tree], seed: Seed) -> object:
+        on_one = options._replace(devices=call.device, weights=None, executor="sequential", seed=seed)
+        named = [arg._replace(tree=tree) for arg, tree in zip([*args, *kwargs.values()], trees, strict=True)]
+        return _map_shards(fn, named[: len(args)], dict(zip(kwargs, named[len(args) :], strict=True)), "list", on_one)
+
+    with call.peers.part():
+        out = with_rows(options.seed, functools.partial(call.row_call, fn, options, again), run)
     return out()
 
 

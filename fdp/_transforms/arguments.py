@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdp._execution.seeds import Seed
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
 from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
@@ -21,7 +22,7 @@ class Options(NamedTuple):
     output_device: DeviceLike | None
     weights: Sequence[float] | None
     executor: Executor
-    seed: int | None
+    seed: Seed | None
     axis_name: str
     same: Mapping[str, Any] = types.MappingProxyType({})
 

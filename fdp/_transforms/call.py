@@ -5,12 +5,13 @@ leaf without its values, specs and options. What depends on more is planned anew
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fdp._execution.executor import check_options
+from fdp._execution.executor import check_executor
+from fdp._execution.seeds import Seed
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
@@ -23,6 +24,7 @@ from fdp._placement.timings import Timings
 from fdp._transforms.arguments import Arg, Options, check_several
 from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
+from fdp._transforms.row_seed import RowCall
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
 from fdp._trees.registry import TreeTypeError, TreeValueError, flattened, is_plain, is_plain_structure
@@ -76,6 +78,19 @@ class Call(NamedTuple):
             return Joined(outputs, dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
         return Joined(outputs, dims, sizes, functools.partial(self.peers.rows, sum(sizes)), "out")
 
+    def row_call(self, fn: Function, options: Options, again: Callable[[Sequence[Tree], Seed], object]) -> RowCall:
+        """What its draws depend on. `again` makes it with other arguments, on one device."""
+        sizes = self.partition.sizes
+        if sizes is None and len(self.partition.slots) > 1:
+            raise ValueError(
+                f"{options.where}: randomness='rows' needs to know which rows each slot has. Split the batch with "
+                "fdp.scatter, or pass it whole"
+            )
+        rows = None if sizes is None else int(self.peers.rows(sum(sizes)))
+        same = [(name, value) for name, value in options.same.items() if name != "function"]  # by which it is kept
+        key = options.where, self.n_args, self.keywords, *same
+        return RowCall(options.where, fn, self.flats, rows, key, again, repeats=not self.peers.has_others())
+
     def place(self) -> tuple[list[Shard], MutationCheck]:
         """The arguments on each slot, and what sees that nobody writes to them."""
         self.peers.enter()
@@ -101,7 +116,7 @@ def bind(
 ) -> Call:
     """Bind arguments and find their plan."""
     where = options.where
-    check_options(options.executor, options.seed, where)
+    check_executor(options.executor, where)
     named = [*args, *kwargs.values()] if kwargs else args
     try:
         trees = [flattened(arg.tree, arg.name) for arg in named]
@@ -118,7 +133,13 @@ def bind(
     peers = common_peers(held_slots(flats) if plan is None or plan.has_slots else (), options.devices, where)
     if plan is None:
         plan = keep(fn, None if _has_values(flats) else signature, decide(flats, options, microbatches))
-    same = {"axis_name": options.axis_name, "seed": options.seed, "splits": plan.sizes is not None, **options.same}
+    same = {
+        "axis_name": options.axis_name,
+        "seed": options.seed and options.seed.number,
+        "randomness": options.seed and options.seed.randomness,
+        "splits": plan.sizes is not None,
+        **options.same,
+    }
     call, own = peers.begin(where, plan, flats, same)
     pieces = plan.pieces if own is plan.partition else microbatched(own, microbatches)
     return Call(flats, plan, pieces, call, len(args), tuple(kwargs))

@@ -15,6 +15,7 @@ from fdp._collectives.run import run, run_all
 from fdp._execution.executor import Mode
 from fdp._execution.function_traits import meets
 from fdp._execution.restart import Again, Anew, forget_restarts
+from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
 from fdp._placement.partition import pieces
@@ -25,6 +26,7 @@ from fdp._transforms.arguments import Options, check_function, keyword_args, pos
 from fdp._transforms.aux_means import check_means
 from fdp._transforms.call import Call, Shard, bind
 from fdp._transforms.counts import Counts, count_of
+from fdp._transforms.row_seed import with_rows
 from fdp._transforms.shard_grad import (
     Out,
     Problem,
@@ -35,7 +37,19 @@ from fdp._transforms.shard_grad import (
     needs_transform,
     transformed,
 )
-from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction, Tree
+from fdp._trees.types import (
+    AUTO,
+    Auto,
+    AuxWeight,
+    DeviceLike,
+    Devices,
+    Dims,
+    Executor,
+    Function,
+    Randomness,
+    Reduction,
+    Tree,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +72,8 @@ class Differentiation:
     output_device: DeviceLike | None = None
     weights: Sequence[float] | None = None
     executor: Executor = "auto"
-    seed: int | None = None
+    seed: int | Seed | None = None
+    randomness: Randomness = "different"
     axis_name: str = "data"
     _options: Options = dataclasses.field(init=False, repr=False)
 
@@ -83,7 +98,7 @@ class Differentiation:
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
         counts = self.count is not None
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
-        how = self.weights, self.executor, self.seed, self.axis_name
+        how = self.weights, self.executor, seed_of(self.seed, self.randomness, self.where), self.axis_name
         object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
@@ -118,26 +133,44 @@ class Differentiation:
             self._options,
             self.microbatches,
         )
-        outs: list[Any] = [None] * len(call.partition.slots)
-        aliases: list[torch.Tensor] = []
-        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
-        gradients = Gradients(*own, target)
+
+        def again(trees: Sequence[Tree], seed: Seed) -> object:
+            one = {"devices": call.device, "weights": None, "microbatches": 1, "executor": "sequential", "seed": seed}
+            same = dataclasses.replace(self, **one, aux_dims="list", output_device=None)
+            return same._compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
+
+        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition, target
         with call.peers.part():
-            shards, check = call.place()
-            check_differentiable(*own, where)
-
-            def take(i: int, result: ShardResult) -> None:
-                outs[i] = result.out
-                aliases.extend(result.aliases)
-                gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
-
-            weights = self._run(Problem(where, self.fn, positions, self.has_aux), call, shards, check.given, take)
-            check.check(where)
-            loss, aux = self._joined(outs, call, weights)
-            found = call.peers.reduce(loss, aux, gradients, aliases, target or call.device, where)
+            row_call = functools.partial(call.row_call, self.fn, self._options, again)
+            found, gradients = with_rows(
+                self._options.seed, row_call, lambda seed: self._step(call, positions, Gradients(*own), seed)
+            )
         value, rest = found()
         grads = gradients.finish()
         return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
+
+    def _step(
+        self, call: Call, positions: tuple[int, ...], gradients: Gradients, seed: Seed | None
+    ) -> tuple[Callable[[], tuple[torch.Tensor, Tree]], Gradients]:
+        """Place, run, sum."""
+        outs: list[Any] = [None] * len(call.partition.slots)
+        aliases: list[torch.Tensor] = []
+        shards, check = call.place()
+        check_differentiable(
+            [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition, self.where
+        )
+
+        def take(i: int, result: ShardResult) -> None:
+            outs[i] = result.out
+            aliases.extend(result.aliases)
+            gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
+
+        problem = Problem(self.where, self.fn, positions, self.has_aux)
+        weights = self._run(problem, call, shards, check.given, take, seed)
+        check.check(self.where)
+        loss, aux = self._joined(outs, call, weights)
+        device = call.device if self.output_device is None else as_device(self.output_device, self.where)
+        return call.peers.reduce(loss, aux, gradients, aliases, device, self.where), gradients
 
     def _joined(self, outs: Sequence[Out], call: Call, weights: Counts) -> tuple[Joined, Joined | None]:
         """How the losses become one, and what else the shards have returned."""
@@ -204,12 +237,13 @@ class Differentiation:
         shards: Sequence[Shard],
         given: Sequence[torch.Tensor],
         take: Callable[[int, ShardResult], None],
+        seed: Seed | None,
     ) -> Counts:
         """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
         slots = call.places()
-        mode = Mode(self.executor, self.seed, self.fn, peers=call.peers, timings=call.plan.timings)
+        mode = Mode(self.executor, seed, self.fn, peers=call.peers, timings=call.plan.timings)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
         self._run_shards(problem, call, shards, given, shares, slots, mode, take)
@@ -234,7 +268,10 @@ class Differentiation:
             return run(tasks, slots, mode, take)
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
         graph = True if attached else self.create_graph
-        if meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
+        draws_rows = (
+            mode.seed is not None and mode.seed.draws is not None
+        )  # also in a backward, so each shard has its own
+        if draws_rows or meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
                 Task(functools.partial(self._alone, problem, attached, share, graph), shard)

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import logging
+import os
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, final
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from fdp._execution.thread_state import Carried
 from fdp._placement.sharded import Slots
+from fdp._placement.slot import text_of
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tree_map
 from fdp._trees.types import Tree
@@ -46,6 +49,7 @@ class Apart:
             if self._count == 0:
                 self._stance = torch.compiler.set_stance("force_eager")
                 self._apply, nn.Module._apply = nn.Module._apply, _apply_nowhere_else(nn.Module._apply)
+                self._validates = torch_private.set_validate_args(False)
             self._count += 1
 
     def __exit__(self, *exception: Any) -> None:
@@ -53,6 +57,7 @@ class Apart:
             self._count -= 1
             if self._count == 0:
                 nn.Module._apply = self._apply
+                torch_private.set_validate_args(self._validates)
                 self._stance.__exit__(*exception)
 
 
@@ -183,7 +188,21 @@ class Fakes:
             fake = self._mode.from_tensor(tensor.detach())
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, needs_grad)
-        return fake.requires_grad_(needs_grad)
+        return fake.requires_grad_() if needs_grad else fake
+
+
+def problem_of(error: Exception, fakes: Fakes) -> str:
+    """What keeps outputs from being known, and where in the user's code."""
+    known = type(error).__name__
+    if isinstance(error, fakes.unknown):
+        known = "the function depends on values" if isinstance(error, fakes.values) else "torch knows no shapes here"
+    text = text_of(error)
+    if not fakes.has_graph and "is not linked with support for" in text:
+        text += ", for all that the function does. Explain it on fdp.virtual_devices(n)"
+    libraries = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    line = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{known}: {text}{line}"
 
 
 @final

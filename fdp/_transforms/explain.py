@@ -2,31 +2,30 @@
 
 import contextlib
 import dataclasses
-import os
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 
-from fdp._execution.executor import Mode, check_options, executor_of
+from fdp._execution.executor import Mode, check_executor, executor_of
+from fdp._execution.seeds import seed_of
 from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments, of_outputs
 from fdp._placement.sharded import Slots
-from fdp._placement.slot import current_slot, text_of
+from fdp._placement.slot import current_slot
 from fdp._placement.split_dims import flatten_args
 from fdp._placement.timings import Timings
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
 from fdp._transforms.call import decide
-from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd
+from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
 from fdp._transforms.plans import find, signature_of
 from fdp._trees import torch_private
 from fdp._trees.registry import flattened
 from fdp._trees.tree import Flat, flatten
-from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
 def explain(
@@ -43,6 +42,7 @@ def explain(
     weights: Sequence[float] | None = None,
     executor: Executor = "auto",
     seed: int | None = None,
+    randomness: Randomness = "different",
     axis_name: str = "data",
 ) -> Plan:
     """Say what `dp_apply` with the same arguments would do: what is split, what is copied, what comes out.
@@ -67,7 +67,8 @@ def explain(
 
     Args:
         fn, params, inputs, devices: As in `dp_apply`.
-        kwargs, in_dims, kwarg_dims, out_dims, output_device, weights, executor, seed, axis_name: As in `dp_apply`.
+        kwargs, in_dims, kwarg_dims, out_dims, output_device, weights, executor: As in `dp_apply`.
+        seed, randomness, axis_name: Likewise.
 
     Returns:
         The plan; it prints itself. Where `fn` depends on values (`x.item()`, `if x.sum() > 0`), or fails, `outputs` is
@@ -87,9 +88,9 @@ def explain(
         "axis_name": axis_name,
     }
     _check(fn, devices, params, inputs, kwargs)
-    check_options(executor, seed, "explain")  # there are no random numbers to seed
+    check_executor(executor, "explain")
     named, n_args = _named(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
-    how = Options("explain", devices, output_device, weights, executor, seed, axis_name)
+    how = Options("explain", devices, output_device, weights, executor, seed_of(seed, randomness, "explain"), axis_name)
     timings = _timings(fn, named, n_args, how)
     log: list[Transfer] = []
     with APART, Fakes() as fakes, only(log):
@@ -106,7 +107,7 @@ def explain(
         except Exception as error:
             if not dry.has_failed and not isinstance(error, fakes.unknown):
                 raise
-            problem = _problem(error, fakes)
+            problem = problem_of(error, fakes)
             del log[dry.before :], collectives[:]
         finally:
             COLLECTIVES.reset(token)
@@ -116,7 +117,7 @@ def explain(
     outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
     return dataclasses.replace(
         plan,
-        executor=_executor(collectives) or executor_of(Mode(executor, seed, fn, timings=timings), plan.places),
+        executor=_executor(collectives) or executor_of(Mode(executor, how.seed, fn, timings=timings), plan.places),
         timings=timings,
         arguments=arguments,
         outputs=outputs,
@@ -129,20 +130,6 @@ def explain(
 def _executor(collectives: Sequence[Collective]) -> str:
     """How shards run that meet."""
     return f"all shards alive at once: they meet in {collectives[0].name}" if collectives else ""
-
-
-def _problem(error: Exception, fakes: Fakes) -> str:
-    """What keeps outputs from being known, and where in the user's code."""
-    known = type(error).__name__
-    if isinstance(error, fakes.unknown):
-        known = "the function depends on values" if isinstance(error, fakes.values) else "torch knows no shapes here"
-    text = text_of(error)
-    if not fakes.has_graph and "is not linked with support for" in text:
-        text += ", for all that the function does. Explain it on fdp.virtual_devices(n)"
-    libraries = os.path.dirname(torch.__file__), os.path.dirname(__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    line = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return f"{known}: {text}{line}"
 
 
 def _check(fn: Function, devices: Devices, *trees: Tree) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 from fdp._transforms.differentiate import Differentiation
-from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Reduction
+from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Randomness, Reduction
 
 
 class GradOptions(TypedDict, total=False):
@@ -23,6 +23,7 @@ class GradOptions(TypedDict, total=False):
     weights: Sequence[float] | None
     executor: Executor
     seed: int | None
+    randomness: Randomness
     axis_name: str
 
 
@@ -44,6 +45,7 @@ def value_and_grad(
     weights: Sequence[float] | None = None,
     executor: Executor = "auto",
     seed: int | None = None,
+    randomness: Randomness = "different",
     axis_name: str = "data",
 ) -> Function:
     """Turn a loss into a function that returns it with its gradients, computed on several devices.
@@ -81,7 +83,7 @@ def value_and_grad(
         output_device: Where the value, aux and gradients go. By default the value and aux go to the device of slot 0,
             and gradients to where the arguments are.
         weights: Relative rows of each slot, as in `dp_apply`.
-        executor, seed, axis_name: As in `dp_apply`.
+        executor, seed, randomness, axis_name: As in `dp_apply`.
 
     Returns:
         A function with the arguments of `fn` that returns `(value, grads)`, or `((value, aux), grads)`. `grads` is a
@@ -112,6 +114,7 @@ def value_and_grad(
         weights=weights,
         executor=executor,
         seed=seed,
+        randomness=randomness,
         axis_name=axis_name,
     )
     return settings.transform(lambda value, grads: (value, grads))

@@ -202,6 +202,17 @@ dict_version = _use(
 _CACHE = "parametrizations are cached for the module, and not for the tensors that a shard has"
 _cache = _use("torch.nn.utils.parametrize._cache", _CACHE)
 _cache_enabled = _use("torch.nn.utils.parametrize._cache_enabled", _CACHE)
+_VALIDATES = "torch.distributions.Distribution._validate_args"
+_use(_VALIDATES, "distributions look at values, where there are none")
+
+
+def set_validate_args(value: bool) -> bool:
+    """Whether distributions look at their arguments from here on; returns whether they did before."""
+    before = find(_VALIDATES)
+    torch.distributions.Distribution.set_default_validate_args(value)
+    return before
+
+
 BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
 get_privateuse1_backend_name = _use("torch._C._get_privateuse1_backend_name", "a backend in Python")
 OperatorBase = _use("torch._ops.OperatorBase", "operators may be shared by the clones of a module")

@@ -17,6 +17,7 @@ Dims: TypeAlias = Any
 """A prefix tree whose leaves say, for each tensor, which dimension holds the rows."""
 
 Executor: TypeAlias = Literal["auto", "sequential", "threads"]
+Randomness: TypeAlias = Literal["different", "same", "rows"]
 Reduction: TypeAlias = Literal["mean", "sum"]
 AuxWeight: TypeAlias = Literal["rows", "count"]
 Function: TypeAlias = Callable[..., Any]

@@ -153,7 +153,9 @@ def begin(
     """
     partition, rows = plan.partition, _rows(processes, plan.partition, flats)
     digest = None
-    if partition.sizes is not None and is_plain():
+    if (
+        partition.sizes is not None and is_plain() and same["randomness"] != "rows"
+    ):  # which must know whose rows are whose
         found = described(where, plan, flats, same)
         digest = None if found.requires_grad and torch.is_grad_enabled() else found.digest
     agreed = None if digest is None or is_full() else processes.plans.find(digest)

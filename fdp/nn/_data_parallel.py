@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, final
 import torch
 from torch import nn
 
-from fdp._execution.executor import Mode, check_options
+from fdp._execution.executor import Mode, check_executor
 from fdp._execution.function_traits import Safe, has_met
 from fdp._execution.random import bookmark, stay
 from fdp._execution.restart import Again
@@ -123,7 +123,7 @@ class DataParallel(nn.Module, Generic[M]):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
-        check_options(executor, None, where)
+        check_executor(executor, where)
         check_dim(dim, where)
         if buffers not in ("first", "mean"):
             raise ValueError(f"{where}: buffers must be 'first' or 'mean', got {buffers!r}")

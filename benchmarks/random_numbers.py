@@ -45,9 +45,7 @@ def main() -> None:
         times = medians(cases, rounds=rounds)
         for k in SLOTS:
             plain, rows = times[f"{k} different"], times[f"{k} rows"]
-            print(
-                f"{name}, {k} slots: {plain * 1e3:.1f} ms, by rows {rows * 1e3:.1f} ms, {rows / plain:.2f} times"
-            )
+            print(f"{name}, {k} slots: {plain * 1e3:.1f} ms, by rows {rows * 1e3:.1f} ms, {rows / plain:.2f} times")
 
 
 if __name__ == "__main__":

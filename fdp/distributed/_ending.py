@@ -11,7 +11,7 @@ from fdp._trees.types import Tree
 from fdp.distributed._agreed import Agreed
 from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._join import PartialResult
-from fdp.distributed._lanes import Note, room_for_notes
+from fdp.distributed._lanes import Header, room_for_notes
 
 
 @final
@@ -59,7 +59,7 @@ class Ending:
         flats = [packing.packed(k, tensors, ours) for k in range(len(packing.buckets))]
         del tensors
         value = self._loss.item() * self._weight if self._weight else 0.0  # not by a product: it may be infinite
-        note = Note(number, self._weight, self._aux_weight, value)
+        note = Header(number, self._weight, self._aux_weight, value)
         wait = agreed.lane.begin(self._where, note, flats, packing.room_of(flats))
 
         def finish() -> tuple[Tensor, Tree] | None:

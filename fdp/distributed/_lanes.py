@@ -30,7 +30,7 @@ _PIECES = {torch.float32: torch.int16, torch.float64: torch.int32}
 """As which integers a note travels among sums of floats: each is exact, and the other processes add zero to it."""
 
 
-class Note(NamedTuple):
+class Header(NamedTuple):
     """What a process says in a step: its call, what it counts in the loss and in aux, and its part of the value."""
 
     call: int
@@ -47,17 +47,17 @@ class Lane:
         self.comm, self.is_open = comm, True
         self._zeros = packing.zeros
 
-    def begin(self, name: str, note: Note, flats: Sequence[Tensor], room: Tensor) -> Callable[[], list[Note]]:
+    def begin(self, name: str, note: Header, flats: Sequence[Tensor], room: Tensor) -> Callable[[], list[Header]]:
         """Add up buffers, in the `room` of which there is one for notes; what is returned waits for those of all."""
         form = _PIECES[room.dtype]
         own = torch.frombuffer(bytearray(_FORM.pack(*note)), dtype=form)
         room.view(len(self.comm.ranks), -1)[self.comm.position].copy_(own)
         waits = [self.comm.begin_sum(flat, name) for flat in flats]
 
-        def finish() -> list[Note]:
+        def finish() -> list[Header]:
             for wait in waits:
                 wait()
-            return [Note(*each) for each in _FORM.iter_unpack(bytes_of(room.to("cpu", form)))]
+            return [Header(*each) for each in _FORM.iter_unpack(bytes_of(room.to("cpu", form)))]
 
         return finish
 

@@ -253,7 +253,9 @@ def saves_for_ever(directory: Path, who: int, seconds: float) -> None:
 def test_an_interrupt_of_one_process_ends_all(tmp_path: Path, who: int):
     for seconds in (0.1, 0.17):
         # Whose error comes first, and whether both come before the launcher ends them, is a matter of milliseconds.
-        with pytest.raises(RuntimeError, match=r"^launch: rank \d raised (KeyboardInterrupt|RuntimeError: Checkpoints)"):
+        with pytest.raises(
+            RuntimeError, match=r"^launch: rank \d raised (KeyboardInterrupt|RuntimeError: Checkpoints)"
+        ):
             launch(saves_for_ever, 2, tmp_path, who, seconds, timeout=60, start_method="fork")
         found = Checkpoints(tmp_path).restore()
         assert found is None or found[1][0].eq(found[0]).all()

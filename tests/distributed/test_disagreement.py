@@ -93,6 +93,11 @@ def another_seed(mesh: Any) -> None:
     fdp.dp_apply(mean, torch.ones(3), x_of(mesh), mesh, out_dims="mean", seed=mesh.rank)
 
 
+@case(("RuntimeError", r"do not fit together: randomness='rows' in process 0, randomness='same' in process 1"))
+def another_randomness(mesh: Any) -> None:
+    fdp.dp_apply(mean, torch.ones(3), x_of(mesh), mesh, out_dims="mean", seed=1, randomness=("rows", "same")[mesh.rank])
+
+
 @case(("RuntimeError", r"do not fit together: .*'data'.* in process 0, .*'other'.* in process 1"))
 def another_axis_name(mesh: Any) -> None:
     name = ("data", "other")[mesh.rank]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
@@ -28,18 +29,18 @@ def sample_of(samples: list[Any]) -> Any:
 
 
 def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return ((x @ w - y) ** 2).mean()
+    return ((F.dropout(x, 0.3) @ w - y) ** 2).mean()
 
 
-def train(mesh: Any, start: int, w: Tensor, ahead: bool) -> Any:
+def train(mesh: Any, start: int, steps: int, w: Tensor, ahead: bool = False) -> Any:
     """The losses of some steps, the parameters after them, and the rows of this process."""
     losses, rows = [], []
-    step = fdp.value_and_grad(loss, devices=mesh)
-    loader = BATCHES.loader(Noisy(), mesh, start, 5)
+    loader = BATCHES.loader(Noisy(), mesh, start, steps)
     for batch in fdp.prefetch(list(loader), mesh, keep_empty=True) if ahead else loader:
         x, y = batch.unzip() if isinstance(batch, fdp.Sharded) else batch
         rows.append(y if isinstance(y, Tensor) else fdp.gather(y))
-        value, grad = step(w, x, y)
+        seed = fdp.fold_in(2, start + len(losses))
+        value, grad = fdp.value_and_grad(loss, devices=mesh, seed=seed, randomness="rows")(w, x, y)
         losses, w = [*losses, value], w - 0.001 * grad
     return losses, w, rows
 
@@ -48,8 +49,8 @@ def train(mesh: Any, start: int, w: Tensor, ahead: bool) -> Any:
 @pytest.mark.parametrize("slots", [(1, 1), (3, 1)])
 def test_a_training_has_the_losses_of_one_process(two: Pool, slots: tuple[int, int], ahead: bool):
     w = torch.ones(2, dtype=torch.float64)
-    losses, w_after, _ = alone(0, w)
-    found = two(train, slots, 0, w, ahead)
+    losses, w_after, _ = alone(0, 5, w)
+    found = two(train, slots, 0, 5, w, ahead)
     for other_losses, other_w, _ in found:
         assert_close_tree((other_losses, other_w), (losses, w_after))
     for step, parts in enumerate(zip(*(own for *_, own in found), strict=True)):
@@ -57,9 +58,18 @@ def test_a_training_has_the_losses_of_one_process(two: Pool, slots: tuple[int, i
     assert [len(part) for part in found[1][2]][3] == 0  # and it has taken part
 
 
-def alone(start: int, w: Tensor) -> Any:
+def alone(start: int, steps: int, w: Tensor) -> Any:
     with fdp.distributed.init(devices="cpu") as mesh:
-        return train(mesh, start, w, False)
+        return train(mesh, start, steps, w)
+
+
+def test_a_training_goes_on_in_several_processes(two: Pool):
+    w = torch.ones(2, dtype=torch.float64)
+    undisturbed, w_after, _ = alone(0, 9, w)
+    first, w_between, _ = alone(0, 4, w)
+    for losses, w_elsewhere, _ in two(train, (1, 3), 4, 5, w_between):
+        assert_close_tree(([*first, *losses], w_elsewhere), (undisturbed, w_after))
+    assert len({loss.item() for loss in undisturbed}) == 9
 
 
 def one_row(mesh: Any, collate_fn: Any) -> Any:

@@ -72,6 +72,13 @@ class Agreed:
     packing: Packing
     kind: Any
     whole: float
+    _places: tuple[Any, Sequence[Slot]] = (None, ())
+
+    def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
+        """The places of the shards of this process, counted over all."""
+        if self._places[0] is not own:
+            self._places = own, self.table.places(own)
+        return self._places[1]
 
 
 @final

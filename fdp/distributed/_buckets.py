@@ -12,8 +12,8 @@ from fdp._placement.moves import accumulator
 _LARGE = 2**19  # bytes from which a tensor is summed by itself
 _BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
 
-Kind = tuple[torch.dtype, torch.Size, torch.device, torch.layout]
-kind_of: Callable[[Any], Kind] = operator.attrgetter("dtype", "shape", "device", "layout")
+Kind = tuple[torch.dtype, torch.Size, torch.device, torch.layout, bool]
+kind_of: Callable[[Any], Kind] = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")
 
 
 class Bucket(NamedTuple):
@@ -38,7 +38,7 @@ class Packing:
         self.kinds = list(kinds)
         self.buckets: list[Bucket] = []
         filled: dict[Any, tuple[Bucket, int]] = {}
-        for i, (dtype, shape, device, _) in enumerate(kinds):
+        for i, (dtype, shape, device, *_) in enumerate(kinds):
             sent = summed_as(dtype)
             size = shape.numel() * (2 if dtype.is_complex else 1)
             nbytes = size * sent.itemsize

@@ -122,7 +122,8 @@ class Communicator:
 
     def begin_sum(self, flat: Tensor, name: str) -> Callable[[], None]:
         """The sum over all processes, in place."""
-        return self._start(name, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True))
+        group: Any = self.group or dist.group.WORLD
+        return self._start(name, flat, lambda: group.allreduce([flat]))  # dist.all_reduce asks much of its arguments
 
     def all(self, tensor: Tensor, name: str) -> list[Tensor]:
         """The tensor of every process; their shapes may differ, but not how many dimensions they have."""

@@ -1,6 +1,7 @@
 """The end of a call whose results are sums over processes: gradients, a loss, and aux that is a sum or a mean."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -28,15 +29,13 @@ class Ending:
         self._aux = None if aux is None else PartialResult(aux.shards, aux.dims, aux.weights, 1.0, device, where, "aux")
         self._aux_weight = 0.0 if aux is None else float(sum(aux.weights or ()))
         self._parts = [] if self._aux is None else self._aux.own()
-        tensors = [*self._parts, *gradients.sums()]
-        self._kinds = [kind_of(x) for x in tensors]
-        self._is_tracked = any(x.requires_grad for x in tensors)
+        self._kinds = list(map(kind_of, chain(self._parts, gradients.sums())))
 
     @property
     def is_plain(self) -> bool:
         """Whether all of it are sums that nothing differentiates."""
-        dense = all(layout is torch.strided for *_, layout in self._kinds)
-        return dense and not self._is_tracked and (self._aux is None or self._aux.is_plain)
+        dense = all(layout is torch.strided and not tracked for *_, layout, tracked in self._kinds)
+        return dense and (self._aux is None or self._aux.is_plain)
 
     @property
     def kind(self) -> Any:
@@ -49,7 +48,7 @@ class Ending:
 
     def fits(self, agreed: Agreed) -> bool:
         """Whether it is what was agreed on."""
-        return not self._is_tracked and self._kinds == agreed.packing.kinds and self.kind == agreed.kind
+        return self._kinds == agreed.packing.kinds and self.kind == agreed.kind
 
     def begin(self, agreed: Agreed, number: int) -> Callable[[], tuple[Tensor, Tree] | None]:
         """Add it up over all processes; what is returned waits for that. None if one is not in the call `number`."""
@@ -64,7 +63,7 @@ class Ending:
 
         def finish() -> tuple[Tensor, Tree] | None:
             notes = wait()
-            if any(other.call != number for other in notes):
+            if {other.call for other in notes} != {number}:
                 return None
             whole = sum(other.weight for other in notes) if self._is_mean else 1.0
             weight, value = sum(other.aux_weight for other in notes), sum(other.value for other in notes)

@@ -39,7 +39,7 @@ class KnownCall(PeerCall):
             raise
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
-        return self.agreed.table.places(own)
+        return self.agreed.places(own)
 
     def has_others(self) -> bool:
         return True

@@ -118,10 +118,11 @@ def _may_be_large(total: torch.Tensor, tensor: torch.Tensor) -> bool:
     return is_dense and total.nbytes >= LARGE and total.dtype is tensor.dtype and not tensor.requires_grad
 
 
-def is_ours(held: Sequence[Any], index: int = 0) -> bool:
+def is_ours(held: Sequence[Any], index: int = 0, alone: Sequence[tuple[int, ...]] = ()) -> bool:
     """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
 
-    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
+    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is. `alone` is what
+    `references` counts where somebody else refers to it as well, who does not mind; and the same for a view.
     """
     if torch.compiler.is_compiling() or torch_private.is_transformed():
         return False
@@ -135,10 +136,10 @@ def is_ours(held: Sequence[Any], index: int = 0) -> bool:
         return False  # what cannot be resized is memory of something else, such as a numpy array
     is_view = tensor._is_view()
     del tensor, storage
-    return _references(held, index) == (_ALONE_VIEW if is_view else _ALONE)
+    return references(held, index) == (alone or _ALONE)[is_view]
 
 
-def _references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
+def references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
     """How many refer to a tensor in Python, in C++, the same of its memory, and of the tensor that it is a view of."""
     tensor, base = held[index], torch_private.base(held[index])
     memory = sys.getrefcount(tensor.untyped_storage()), torch_private.storage_use_count(tensor)
@@ -147,7 +148,7 @@ def _references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
 
 
 LARGE = 2**18  # bytes: below, counting who refers to a tensor takes longer than allocating another
-_ALONE, _ALONE_VIEW = _references([torch.empty(1)]), _references([torch.empty(1, 2).t()])
+_ALONE = references([torch.empty(1)]), references([torch.empty(1, 2).t()])
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -46,6 +46,7 @@ class Summed(Protocol):
     """Gradients that are summed over all shards, and so over processes too."""
 
     def sums(self) -> list[Tensor]: ...
+    def before(self) -> list[Tensor | None] | None: ...
     def ours(self) -> list[bool]: ...
     def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
 
@@ -93,6 +94,10 @@ class PeerCall:
 
     def again(self, where: str) -> contextlib.AbstractContextManager[object]:
         """As a context: slots that have met run once more, such as for a backward."""
+        return NOTHING
+
+    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+        """As a context: around the last backward of this process, whose gradients in `leaves` go to `gradients`."""
         return NOTHING
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:

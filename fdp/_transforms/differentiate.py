@@ -31,6 +31,7 @@ from fdp._transforms.shard_grad import (
     Out,
     Problem,
     ShardResult,
+    Watch,
     forward,
     is_tracking,
     joint,
@@ -166,7 +167,8 @@ class Differentiation:
             gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 
         problem = Problem(self.where, self.fn, positions, self.has_aux)
-        weights = self._run(problem, call, shards, check.given, take, seed)
+        watch = functools.partial(call.peers.during_backward, gradients)
+        weights = self._run(problem, call, shards, check.given, take, seed, watch)
         check.check(self.where)
         loss, aux = self._joined(outs, call, weights)
         device = call.device if self.output_device is None else as_device(self.output_device, self.where)
@@ -238,15 +240,20 @@ class Differentiation:
         given: Sequence[torch.Tensor],
         take: Callable[[int, ShardResult], None],
         seed: Seed | None,
+        watch: Watch,
     ) -> Counts:
-        """Find each shard's loss and gradients, seeded with its share of the whole before the backward."""
+        """Find each shard's loss and gradients, seeded with its share of the whole before the backward.
+
+        `watch` is around the last backward, if there is one.
+        """
         weights = self._weights(problem, call, shards)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
         slots = call.places()
         mode = Mode(self.executor, seed, self.fn, peers=call.peers, timings=call.plan.timings)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        self._run_shards(problem, call, shards, given, shares, slots, mode, take)
+        last = watch if len(set(call.partition.slots)) == 1 else None
+        self._run_shards(problem, call, shards, given, shares, slots, mode, take, last)
         return weights
 
     def _run_shards(
@@ -259,6 +266,7 @@ class Differentiation:
         slots: Sequence[Slot],
         mode: Mode,
         take: Callable[[int, ShardResult], None],
+        watch: Watch | None,
     ) -> None:
         if needs_transform(given):
             tasks = [
@@ -266,6 +274,7 @@ class Differentiation:
                 for share, shard in zip(shares, shards, strict=True)
             ]
             return run(tasks, slots, mode, take)
+        watches = [None] * (len(shards) - 1) + [watch] * bool(shards)
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
         graph = True if attached else self.create_graph
         draws_rows = (
@@ -274,8 +283,8 @@ class Differentiation:
         if draws_rows or meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             tasks = [
-                Task(functools.partial(self._alone, problem, attached, share, graph), shard)
-                for share, shard in zip(shares, shards, strict=True)
+                Task(functools.partial(self._alone, problem, attached, share, graph, last), shard)
+                for share, shard, last in zip(shares, shards, watches, strict=True)
             ]
             return run(tasks, slots, mode, take)
         forwards = [
@@ -286,7 +295,7 @@ class Differentiation:
             for batch in _rounds(call.partition.slots):
                 losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
                 with _noting([slots[i] for i in batch]):
-                    results = joint(self.where, losses, [shares[i]() for i in batch], graph)[::-1]
+                    results = joint(self.where, losses, [shares[i]() for i in batch], graph, watches[batch[-1]])[::-1]
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
@@ -295,13 +304,19 @@ class Differentiation:
             name = need.name
         if taken:
             raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
-        self._run_shards(problem, call, shards, given, shares, slots, mode, take)
+        self._run_shards(problem, call, shards, given, shares, slots, mode, take, watch)
 
     def _alone(
-        self, problem: Problem, attached: bool, share: Callable[[], float], create_graph: bool | None, shard: Shard
+        self,
+        problem: Problem,
+        attached: bool,
+        share: Callable[[], float],
+        create_graph: bool | None,
+        watch: Watch | None,
+        shard: Shard,
     ) -> ShardResult:
         found = forward(problem, shard, attached=attached, graph=create_graph)
-        return joint(self.where, [found], [share()], create_graph)[0]
+        return joint(self.where, [found], [share()], create_graph, watch)[0]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from fdp._placement.moves import accumulator
 
 _LARGE = 2**19  # bytes from which a tensor is summed by itself
-_BUCKET = 2**22  # bytes of small ones that are summed as one, while the next are packed
+_BUCKET = 25 * 2**20  # bytes of small ones that are summed as one
 
 Kind = tuple[torch.dtype, torch.Size, torch.device, torch.layout, bool]
 kind_of: Callable[[Any], Kind] = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")
@@ -30,15 +30,16 @@ class Bucket(NamedTuple):
 class Packing:
     """How tensors of these kinds are sent: those of one dtype and device as one, up to a size.
 
-    It depends on their kinds only, since it has to be the same in all processes. The last bucket of real numbers has
-    room for so many bytes more, at its end.
+    It depends on their kinds and order only, since it has to be the same in all processes. One bucket of real numbers
+    has `room` for so many bytes more, at its end: then it is the last.
     """
 
-    def __init__(self, kinds: Sequence[Kind], room: int = 0) -> None:
+    def __init__(self, kinds: Sequence[Kind], room: int = 0, order: Sequence[int] | None = None) -> None:
         self.kinds = list(kinds)
         self.buckets: list[Bucket] = []
         filled: dict[Any, tuple[Bucket, int]] = {}
-        for i, (dtype, shape, device, *_) in enumerate(kinds):
+        for i in range(len(self.kinds)) if order is None else order:
+            dtype, shape, device, *_ = self.kinds[i]
             sent = summed_as(dtype)
             size = shape.numel() * (2 if dtype.is_complex else 1)
             nbytes = size * sent.itemsize
@@ -52,15 +53,13 @@ class Packing:
             bucket.indices.append(i)
             bucket.sizes.append(size)
             filled[sent, device] = bucket, held + nbytes
+        if room:
+            small = [b for b in self.buckets if not b.is_large and b.dtype.is_floating_point]
+            last = small[-1] if small else Bucket([], [], torch.float32, torch.device("cpu"), False)
+            self.buckets = [*(bucket for bucket in self.buckets if bucket is not last), last]
         self._extra = [0] * len(self.buckets)
         if room:
-            small = [k for k, b in enumerate(self.buckets) if not b.is_large and b.dtype.is_floating_point]
-            if not small:
-                small = [len(self.buckets)]
-                self.buckets.append(Bucket([], [], torch.float32, torch.device("cpu"), False))
-                self._extra.append(0)
-            self.with_room = small[-1]
-            self._extra[self.with_room] = room // self.buckets[self.with_room].dtype.itemsize
+            self._extra[-1] = room // self.buckets[-1].dtype.itemsize
 
     @property
     def sizes(self) -> list[tuple[int, torch.dtype]]:
@@ -82,7 +81,7 @@ class Packing:
 
     def room_of(self, flats: Sequence[Tensor]) -> Tensor:
         """The room at the end of the bucket that has it."""
-        return flats[self.with_room][-self._extra[self.with_room] :]
+        return flats[-1][-self._extra[-1] :]
 
     def zeros(self) -> list[Tensor]:
         """All buckets, of a process that has nothing to add."""

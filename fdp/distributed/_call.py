@@ -1,5 +1,7 @@
 """The part of a process in a call on a mesh."""
 
+import contextlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -23,6 +25,7 @@ from fdp.distributed._described import Digest, compared, described, number_of, s
 from fdp.distributed._ending import Ending
 from fdp.distributed._join import PartialResult
 from fdp.distributed._known import KnownCall
+from fdp.distributed._overlap import hooked
 from fdp.distributed._processes import Processes, is_full, is_plain
 from fdp.distributed._reduce import everywhere, over_processes
 from fdp.distributed._session import Tag
@@ -37,6 +40,7 @@ class MeshCall(Agreement, PeerCall):
 
     flats: Sequence[Flat] = ()
     digest: Digest | None = None
+    _order: Sequence[int] = ()
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         return self.table.places(own) if self.is_active else []
@@ -67,6 +71,18 @@ class MeshCall(Agreement, PeerCall):
         self.ends_with(part.tag())
         return lambda: part.finish(self, self._inputs())[0]
 
+    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+        if self.digest is None or gradients.before() is None:
+            return contextlib.nullcontext()
+        self._order = order = []
+        return hooked(leaves, lambda leaf, _: order.append(leaf))
+
+    def _agreed_order(self, count: int) -> Sequence[int]:
+        """In which order gradients became ready in the first process, as many as there are."""
+        own = [*dict.fromkeys(self._order), *sorted(set(range(count)).difference(self._order))]
+        sent = self.everybody.comm.share_bytes(struct.pack(f"<{count}i", *own), 0, f"the end of {self.where}")
+        return struct.unpack(f"<{count}i", sent)
+
     def reduce(
         self,
         loss: Joined,
@@ -89,8 +105,11 @@ class MeshCall(Agreement, PeerCall):
         self.ends_with(part.tag(gradients.sums()), 0 if packing is None else number_of(repr(packing.sizes)))
 
         def finish() -> tuple[Tensor, Tree]:
+            nonlocal packing
             calls, plans = self.processes.calls, self.processes.plans
             if digest is not None and ending is not None and packing is not None and len(self.offers) == 1:
+                order = self._agreed_order(len(gradients.sums())) if len(packing.buckets) > 1 else None
+                packing = ending.packing(len(self.table.sizes), order)
                 agreed = plans.add(digest, calls, self.table, packing, ending.kind, loss.whole())
                 found = ending.begin(agreed, calls)()
                 assert found is not None

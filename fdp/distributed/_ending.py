@@ -1,6 +1,6 @@
 """The end of a call whose results are sums over processes: gradients, a loss, and aux that is a sum or a mean."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from fdp.distributed._agreed import Agreed
 from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._join import PartialResult
 from fdp.distributed._lanes import Header, room_for_notes
+from fdp.distributed._overlap import Sending
 
 
 @final
@@ -42,24 +43,31 @@ class Ending:
         """What of it is the same in all processes, beside the kinds of what is added up."""
         return self._is_mean, self._loss.dtype, None if self._aux is None else self._aux.kind
 
-    def packing(self, count: int) -> Packing:
-        """How it is sent between so many processes."""
-        return Packing(self._kinds, room_for_notes(count))
+    def packing(self, count: int, order: Sequence[int] | None = None) -> Packing:
+        """How it is sent between so many processes; in the order of gradients, if that is known."""
+        n = len(self._parts)
+        return Packing(self._kinds, room_for_notes(count), order and [*(i + n for i in order), *range(n)])
 
     def fits(self, agreed: Agreed) -> bool:
         """Whether it is what was agreed on."""
         return self._kinds == agreed.packing.kinds and self.kind == agreed.kind
 
-    def begin(self, agreed: Agreed, number: int) -> Callable[[], tuple[Tensor, Tree] | None]:
-        """Add it up over all processes; what is returned waits for that. None if one is not in the call `number`."""
+    def begin(
+        self, agreed: Agreed, number: int, sending: Sending | None = None
+    ) -> Callable[[], tuple[Tensor, Tree] | None]:
+        """Add it up over all processes; what is returned waits for that. None if one is not in the call `number`.
+
+        What is `sending` is on its way.
+        """
         packing, gradients = agreed.packing, self._gradients
         ours = [*[False] * len(self._parts), *gradients.ours()]
         tensors = [*self._parts, *gradients.sums()]
-        flats = [packing.packed(k, tensors, ours) for k in range(len(packing.buckets))]
+        flats, waits = ([], []) if sending is None else (sending.flats, sending.waits)
+        flats += [packing.packed(k, tensors, ours) for k in range(len(flats), len(packing.buckets))]
         del tensors
         value = self._loss.item() * self._weight if self._weight else 0.0  # not by a product: it may be infinite
         note = Header(number, self._weight, self._aux_weight, value)
-        wait = agreed.lane.begin(self._where, note, flats, packing.room_of(flats))
+        wait = agreed.lane.begin(self._where, note, flats, packing.room_of(flats), waits)
 
         def finish() -> tuple[Tensor, Tree] | None:
             notes = wait()

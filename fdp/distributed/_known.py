@@ -19,6 +19,7 @@ from fdp._placement.slot import Slot
 from fdp._trees.types import Tree
 from fdp.distributed._agreed import Agreed
 from fdp.distributed._ending import Ending
+from fdp.distributed._overlap import Sending, hooked
 from fdp.distributed._processes import has_begun, in_full
 
 
@@ -29,6 +30,8 @@ class KnownCall(PeerCall):
     def __init__(self, where: str, agreed: Agreed, number: int) -> None:
         self.where, self.agreed, self.number = where, agreed, number
         self._has_sent = False
+        self._sending: Sending | None = None
+        self._runs = 0
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
@@ -56,6 +59,14 @@ class KnownCall(PeerCall):
             self.talk()
         return table.pieces(pieces)
 
+    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+        before = gradients.before()
+        self._runs += 1
+        if before is None or len(before) != len(leaves) or len(self.agreed.packing.buckets) == 1 or self._runs > 1:
+            return contextlib.nullcontext()
+        self._sending = Sending(self.agreed, f"the end of {self.where}", before)
+        return hooked(leaves, self._sending.take)
+
     def reduce(
         self,
         loss: Joined,
@@ -66,10 +77,10 @@ class KnownCall(PeerCall):
         where: str,
     ) -> Callable[[], tuple[Tensor, Tree]]:
         ending = Ending(loss, aux, gradients, device, where)
-        if not ending.fits(self.agreed):
-            self.talk()
+        if not ending.fits(self.agreed) or (self._runs > 1 and self._sending is not None and self._sending.flats):
+            self.talk()  # or the last backward was begun anew, after gradients of it had been sent
         self._has_sent = True
-        wait = ending.begin(self.agreed, self.number)
+        wait = ending.begin(self.agreed, self.number, self._sending)
 
         def finish() -> tuple[Tensor, Tree]:
             try:
@@ -88,7 +99,8 @@ class KnownCall(PeerCall):
         """Take part in the message, so that nobody waits for it, and all see that this process has more to say."""
         if not self._has_sent:
             self._has_sent = True
-            self.agreed.lane.begin_with_nothing(self.where)
+            sent = 0 if self._sending is None else len(self._sending.flats)
+            self.agreed.lane.begin_with_nothing(self.where, sent)
 
     def talk(self, *args: Any, **options: Any) -> NoReturn:
         """Have all begin the call anew, and agree in full."""

@@ -47,23 +47,28 @@ class Lane:
         self.comm, self.is_open = comm, True
         self._zeros = packing.zeros
 
-    def begin(self, name: str, note: Header, flats: Sequence[Tensor], room: Tensor) -> Callable[[], list[Header]]:
-        """Add up buffers, in the `room` of which there is one for notes; what is returned waits for those of all."""
+    def begin(
+        self, name: str, note: Header, flats: Sequence[Tensor], room: Tensor, waits: Sequence[Callable[[], None]] = ()
+    ) -> Callable[[], list[Header]]:
+        """Add up buffers, in which there is `room` for notes; what is returned waits for those of all processes.
+
+        The first are on their way if there is something that `waits` for them.
+        """
         form = _PIECES[room.dtype]
         own = torch.frombuffer(bytearray(_FORM.pack(*note)), dtype=form)
         room.view(len(self.comm.ranks), -1)[self.comm.position].copy_(own)
-        waits = [self.comm.begin_sum(flat, name) for flat in flats]
+        rest = [self.comm.begin_sum(flat, name) for flat in flats[len(waits) :]]
 
         def finish() -> list[Header]:
-            for wait in waits:
+            for wait in (*waits, *rest):
                 wait()
             return [Header(*each) for each in _FORM.iter_unpack(bytes_of(room.to("cpu", form)))]
 
         return finish
 
-    def begin_with_nothing(self, name: str) -> None:
-        """Take part in a step, so that nobody waits for this process, and all see that it has not come."""
-        for flat in self._zeros():
+    def begin_with_nothing(self, name: str, sent: int = 0) -> None:
+        """Take part in a step, of which so many buffers are `sent`, so that nobody waits for this process."""
+        for flat in self._zeros()[sent:]:
             self.comm.begin_sum(flat, name)
 
 

@@ -1,48 +1,120 @@
-"""What the sum of gradients over two processes costs, by size and number of leaves, beside one all_reduce of that size.
+"""fdp beside DistributedDataParallel, with the same processes over gloo on this machine, in turns, as ratios.
 
-Two processes over gloo on this machine, one slot each. The loss is a sum of squares of the parameters, so that hardly
-anything else is measured; `alone` is the same call on one slot of one process.
+The five models of `benchmarks.peers`, 1,000 leaves of 1,000 numbers, and 24 million parameters in six layers. `alone`
+is the same call of fdp on one slot of one process, without a mesh: what is left after it is what the processes cost.
+
+    python benchmarks/mesh.py [processes] [rounds] [model ...]
 """
 
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import medians
-from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 import fdp
 
-ROUNDS = 30
-SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
-LEAVES = (1, 10, 100, 1_000)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.peers.models import SPECS, build
+from benchmarks.peers.report import cores
+
+BURST = 0.02  # seconds that a measurement should last
 
 
-def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([(p * p).sum() for p in params]).sum() * x.mean()
+class ManyLeaves(nn.Module):
+    """A sum of squares of its parameters: hardly anything but leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(1000)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(p * p).sum() for p in self.leaves]).sum() * x.mean(1)
 
 
-def measure(size: int, leaves: int) -> dict[str, float]:
-    """Median seconds in this process, which all processes measure together."""
-    torch.set_num_threads(1)
+def six_layers() -> nn.Module:
+    return nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(2048, 2048), nn.ReLU())])
+
+
+MORE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1,000 leaves": (ManyLeaves, (8, 3)),
+    "24 M parameters": (six_layers, (16, 2048)),
+}
+
+
+def contenders(name: str, mesh: Any) -> dict[str, Callable[[], Any]]:
+    """A step of each, with the rows of this process."""
+    torch.manual_seed(0)
+    if name in MORE:
+        make, shape = MORE[name]
+        model, other, batch = make(), make(), [torch.randn(shape)]
+    else:
+        (model, *batch), other = build(name), build(name)[0]
+    own = [part.tensor_split(len(mesh.slots))[mesh.rank].clone() for part in batch]
+    apply, state = fdp.functional(model)
+
+    def loss(params: Any, buffers: Any, x: torch.Tensor, *y: torch.Tensor) -> torch.Tensor:
+        return criterion(apply((params, buffers), x)[0], *y)
+
+    def criterion(out: torch.Tensor, *y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y[0]) if y else out.mean()
+
+    def step_on(devices: Any) -> Callable[[], Any]:
+        step = fdp.value_and_grad(fdp.thread_safe(loss), in_dims=(None, None, *[0] * len(own)), devices=devices)
+        return lambda: step(*state, *own)
+
+    wrapped = nn.parallel.DistributedDataParallel(other, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+    def ddp() -> torch.Tensor:
+        wrapped.zero_grad()
+        value = criterion(wrapped(own[0]), *own[1:])
+        value.backward()
+        return value.detach()
+
+    return {"fdp": step_on(mesh), "ddp": ddp, "alone": step_on(mesh.devices)}
+
+
+def measure(name: str, rounds: int, count: int) -> dict[str, list[float]]:
+    """Seconds a step of each, round by round, in this process; all processes measure together."""
+    torch.set_num_threads(max(1, cores() // count))
     with fdp.distributed.init() as mesh:
-        params = [torch.ones(size // leaves) for _ in range(leaves)]
-        x, flat = torch.ones(4), torch.ones(size)
-        over = fdp.value_and_grad(loss, devices=mesh)
-        alone = fdp.value_and_grad(loss, devices=mesh.devices)
-        calls: dict[str, Any] = {
-            "fdp": lambda: over(params, x),
-            "alone": lambda: alone(params, x),
-            "all_reduce": lambda: dist.all_reduce(flat),
-        }
-        return medians(calls, rounds=ROUNDS)
+        runs = contenders(name, mesh)
+        for run in runs.values():
+            for _ in range(3):
+                run()
+        start = time.perf_counter()
+        runs["ddp"]()
+        own = torch.tensor(time.perf_counter() - start)
+        slowest = fdp.dp_apply(lambda _, x: x.max(), None, own[None], mesh, out_dims="max").item()
+        repeats = max(1, round(BURST / slowest))
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        order, shuffle = list(runs), random.Random(0).shuffle
+        for _ in range(rounds):
+            shuffle(order)
+            for contender in order:
+                runs[contender]()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    runs[contender]()
+                times[contender].append((time.perf_counter() - start) / repeats)
+        return times
 
 
 def main() -> None:
-    print(f"{'numbers':>12}{'leaves':>8}{'fdp, ms':>12}{'alone, ms':>12}{'all_reduce, ms':>16}")
-    for size, leaves in [(size, 1) for size in SIZES] + [(1_000_000, leaves) for leaves in LEAVES[1:]]:
-        found = fdp.distributed.launch(measure, 2, size, leaves, start_method="fork", timeout=300)[0]
-        times = [found[name] * 1e3 for name in ("fdp", "alone", "all_reduce")]
-        print(f"{size:12,}{leaves:8}{times[0]:12.2f}{times[1]:12.2f}{times[2]:16.2f}")
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 30
+    print(f"{'':<18}{'fdp, ms':>10}{'DDP, ms':>10}{'alone, ms':>11}{'fdp / DDP':>11}")
+    for name in sys.argv[3:] or [*SPECS, *MORE]:
+        times = fdp.distributed.launch(measure, count, name, rounds, count, start_method="fork", timeout=900)[0]
+        each = [statistics.median(times[key]) * 1e3 for key in ("fdp", "ddp", "alone")]
+        ratio = statistics.median(a / b for a, b in zip(times["fdp"], times["ddp"], strict=True))
+        print(f"{name:<18}{each[0]:10.2f}{each[1]:10.2f}{each[2]:11.2f}{ratio:11.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class Called(NamedTuple):
         """Whether the order of its elements in memory is that of their indices."""
         return all(a.value.is_contiguous() for a in self.arguments if isinstance(a.value, torch.Tensor))
 
-    def shapes(self, result: Any) -> tuple[tuple[int, ...], ...]:
+    def shapes(self, result: Any = ()) -> tuple[tuple[int, ...], ...]:
         """Those of its tensors, results last."""
         given = [argument.value for argument in self.arguments if isinstance(argument.value, torch.Tensor)]
         return tuple(tuple(tensor.shape) for tensor in (*given, *each_of(result)))

@@ -9,6 +9,7 @@ import torch
 from fdp._execution.draws import Called, Numbered, each_of, where_called
 from fdp._execution.row_draws import AT_ONCE, DEPENDS, ONE_BY_ONE, Draw, Kind
 from fdp._placement.slot import Slot
+from fdp._trees import torch_private
 from fdp._trees.tree import tensors_in
 from fdp._trees.untraced import leave_alone
 
@@ -35,12 +36,22 @@ class Notes:
 
     def __init__(self) -> None:
         self.each: dict[int, Noted] = {}
-        self.inner: set[int] = set()
-        """Draws in which the rows are not the outer part of a dim: what they are for has `(time, rows)` as one dim."""
+        self.problems: dict[int, str] = {}
+        """Why a place in a draw does not say which row it is for."""
 
     def mode(self, seed: int, slot: Slot) -> "Noting":
         """What notes them in a shard."""
         return Noting(self, seed, slot)
+
+
+_INSIDE = (
+    "is for a dim which is made of others and rows, in that order: (time, rows) as one. Put the rows first, or draw "
+    "before the two become one"
+)
+_MOVED = (
+    "is for rows that have changed places, as by x[order], sort or flip, and which row it is for depends on the "
+    "others. Draw before that"
+)
 
 
 class Noting(Numbered):
@@ -49,10 +60,10 @@ class Noting(Numbered):
     def __init__(self, notes: Notes, seed: int, slot: Slot) -> None:
         super().__init__(seed, slot)
         self._notes, self._rows = notes, len(slot.rows or ())
-        # Of tensors in which rows and something else are one dim, by id: those in which rows are not outside, and which
-        # draws others are made of. They have no data, and are kept until the run ends.
-        self._inner: dict[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
+        # Of tensors that have rows, by id: what is wrong with the order of these, and which draws are in them.
+        # They have no data, and are kept until the run ends.
+        self._problems: dict[int, tuple[torch.Tensor, str]] = {}
+        self._draws: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
 
     def draw(self, number: int, call: Called) -> Any:
         result = torch.empty_like(call.arguments[0].value) if call.name in _LIKE_THE_FIRST else call()
@@ -64,18 +75,26 @@ class Noting(Numbered):
         at_once = call.name in AT_ONCE or call.name in ONE_BY_ONE
         count, shapes = len(each_of(result)), call.shapes(result)
         self._notes.each.setdefault(number, Noted(str(call.func), shapes, count, call.others, where_called(), at_once))
-        self._follow(call, tensors_in([argument.value for argument in call.arguments]), each_of(result), number)
+        given = tensors_in([argument.value for argument in call.arguments])
+        for made in each_of(result):
+            self._draws[id(made)] = made, frozenset([number])
+            self._follow([*given, made], made)
         return result
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__name__.split(".")[0]
         result = torch.empty_like(args[0]) if name in _LIKE_THE_FIRST else func(*args, **kwargs)
+        if torch_private.current_graph_task_id() != -1:  # a backward goes the same ways back
+            return result
         given = tensors_in((args, kwargs))
-        made = [x for x in each_of(result) if isinstance(x, torch.Tensor)]
-        if name in _VIEWS and len(given) == len(made) == 1:
-            self._turn(given[0], made[0])
-        else:
-            self._follow(func, given, made, None)
+        for made in each_of(result):
+            if isinstance(made, torch.Tensor):
+                if name in _VIEWS:
+                    self._turn(given[0], made)
+                elif name in _MOVES and self._moves_rows(func, args, kwargs):
+                    self._problems[id(made)] = made, _MOVED  # with the draws in it
+                else:
+                    self._follow(given, made)
         return result
 
     def number(self, name: str) -> int:
@@ -85,48 +104,51 @@ class Noting(Numbered):
     def _read(self) -> list[bytes]:
         return []  # nothing is drawn here
 
-    def _shared(self, tensor: torch.Tensor) -> set[int]:
-        """Sizes of dims that rows have together with something else."""
-        return {n for n in tensor.shape if self._rows and n % self._rows == 0 and n > self._rows}
+    def _dims(self, tensor: torch.Tensor) -> list[int]:
+        """Those that hold rows."""
+        return [i for i, n in enumerate(tensor.shape) if self._rows and n and n % self._rows == 0]
+
+    def _follow(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> None:
+        """What is made of tensors has their rows. A draw that is put beside rows in another order is not theirs."""
+        sizes = {made.shape[i] for i in self._dims(made)}
+        alike = [x for x in given if sizes.intersection(x.shape)] if sizes else []
+        wrong = [x for x in alike if id(x) in self._problems]
+        draws = frozenset[int]().union(*(self._draws[id(x)][1] for x in alike if id(x) in self._draws))
+        if wrong:
+            problem = self._problems[id(wrong[0])][1]
+            self._problems[id(made)] = made, problem
+            self._notes.problems.update(dict.fromkeys(draws, problem))
+        elif draws:
+            self._draws[id(made)] = made, draws
 
     def _turn(self, given: torch.Tensor, made: torch.Tensor) -> None:
         """A view in another shape: whether the rows are still outside in the dim where they are."""
-        places = [self._place(x) for x in (given, made)]
-        if None in places or not self._shared(made):
+        before, after = self._dims(given), self._dims(made)
+        if len(before) != 1 or len(after) != 1:
             return
-        if places[0] != places[1] or id(given) in self._inner:
-            self._inner[id(made)] = made
-        if id(given) in self._made:
-            self._made[id(made)] = made, self._made[id(given)][1]
+        if math.prod(given.shape[: before[0]]) == math.prod(made.shape[: after[0]]):
+            self._follow([given], made)
+        elif made.shape[after[0]] > self._rows:
+            self._problems[id(made)] = made, _INSIDE
+        elif self._problems.get(id(given), (given, ""))[1] != _INSIDE:  # it was drawn as if rows were outside
+            self._notes.problems.update(dict.fromkeys(self._draws.get(id(given), (given, ()))[1], _INSIDE))
 
-    def _place(self, tensor: torch.Tensor) -> int | None:
-        """How many times the rows repeat: the product of the sizes before their dim."""
-        dims = [i for i, n in enumerate(tensor.shape) if self._rows and n % self._rows == 0 and n > 0]
-        return math.prod(tensor.shape[: dims[0]]) if len(dims) == 1 else None
-
-    def _follow(
-        self, func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], number: int | None
-    ) -> None:
-        """What is made of tensors is as they are."""
-        for x in made:
-            sizes = self._shared(x)
-            if not sizes:
-                continue
-            alike = [y for y in given if sizes & self._shared(y)]
-            draws = frozenset(() if number is None else (number,)).union(*map(self._draws_of, alike))
-            if any(id(y) in self._inner for y in alike):
-                self._inner[id(x)] = x
-                self._notes.inner |= draws
-            elif draws:
-                self._made[id(x)] = x, draws
-
-    def _draws_of(self, tensor: torch.Tensor) -> frozenset[int]:
-        return self._made[id(tensor)][1] if id(tensor) in self._made else frozenset()
+    def _moves_rows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation works along a dim with rows: by `dim`, by several, or by indices for it."""
+        values = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+        source = args[0]
+        if "indices" in values:
+            return any(i in self._dims(source) for i, index in enumerate(values["indices"]) if index is not None)
+        dims = values.get("dim", values.get("dims", -1))
+        return any(
+            i % max(source.ndim, 1) in self._dims(source) for i in (dims if isinstance(dims, list | tuple) else [dims])
+        )
 
 
 # Of tensors without data, what torch knows no shapes of: it is that of the first argument.
 _LIKE_THE_FIRST = frozenset(["binomial", "_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad"])
 _VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
+_MOVES = frozenset(["index", "index_select", "gather", "flip", "roll", "sort", "topk"])
 
 
 def joined(first: Notes, second: Notes, where: str) -> tuple[Draw, ...]:
@@ -138,10 +160,10 @@ def joined(first: Notes, second: Notes, where: str) -> tuple[Draw, ...]:
                 f"{where}: randomness='rows': {one or other} is drawn with {ROWS[0] if one else ROWS[1]} rows, and not "
                 f"with {ROWS[1] if one else ROWS[0]}. {DEPENDS}. Draw once for all rows"
             )
-    return tuple(_draw(first.each[i], second.each[i], i in first.inner, where) for i in range(len(first.each)))
+    return tuple(_draw(first.each[i], second.each[i], first.problems.get(i), where) for i in range(len(first.each)))
 
 
-def _draw(one: Noted, other: Noted, is_inner: bool, where: str) -> Draw:
+def _draw(one: Noted, other: Noted, order: str | None, where: str) -> Draw:
     problem = None
     kinds = [_kind(a, b) for a, b in zip(one.shapes, other.shapes, strict=True)]
     results = kinds[-one.results :]
@@ -156,14 +178,11 @@ def _draw(one: Noted, other: Noted, is_inner: bool, where: str) -> Draw:
             "is a kernel whose numbers fdp cannot share out to rows. If it is attention with dropout, use "
             "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
-    elif is_inner:
-        problem = (
-            "is for a dim which is made of others and rows, in that order: (time, rows) as one. Put the rows first, "
-            "or draw before the two become one"
-        )
+    elif any(kind.dim is not None for kind in results):
+        problem = order
     if problem is not None:
         raise RuntimeError(f"{where}: randomness='rows': {one} {problem}")
-    return Draw(one.name, tuple(kinds), one.others, one.where)
+    return Draw(one.name, tuple(kinds), one.results, one.others, one.where)
 
 
 def _kind(one: tuple[int, ...], other: tuple[int, ...]) -> Any:

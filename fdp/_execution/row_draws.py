@@ -41,6 +41,7 @@ class Draw(NamedTuple):
 
     name: str
     kinds: tuple[Kind, ...]
+    results: int
     others: tuple[Any, ...]
     where: str
 
@@ -78,6 +79,9 @@ class RowDraws(Numbered):
         draw = self._draws.each[number]
         if torch.is_grad_enabled() and self._repeats is None and _is_checkpointed():
             self._repeats = draw
+        given = tuple(kind.of(self._count) for kind in draw.kinds)
+        if (str(call.func), call.shapes(), call.others) != (draw.name, given[: -draw.results], draw.others):
+            raise self._differs(call, draw, call.shapes())
         has_rows = any(kind.dim is not None for kind in draw.kinds)
         if has_rows and call.name in ONE_BY_ONE:
             result = self._row_by_row(number, call, draw)
@@ -85,13 +89,16 @@ class RowDraws(Numbered):
             result = call()
         else:
             result = self._of_whole(call, draw)
-        found = (str(call.func), call.shapes(result), call.others)
-        if found != (draw.name, tuple(kind.of(self._count) for kind in draw.kinds), draw.others):
-            raise DrawsDiffer(
-                f"randomness='rows': {call.func} of shape {list(found[1][-1])}{where_called()} was to be {draw}, "
-                f"and there are {self._count} rows here. {DEPENDS}"
-            )
+        if call.shapes(result) != given:
+            raise self._differs(call, draw, call.shapes(result))
         return result
+
+    def _differs(self, call: Called, draw: Draw, shapes: tuple[tuple[int, ...], ...]) -> DrawsDiffer:
+        shape = f" of shape {list(shapes[-1])}" if shapes else ""
+        return DrawsDiffer(
+            f"randomness='rows': {call.func}{shape}{where_called()} was to be {draw}, and there are {self._count} rows "
+            f"here. {DEPENDS}"
+        )
 
     def ended(self, result: T) -> T:
         number, draws = self.number("the end of the shard"), self._draws.each

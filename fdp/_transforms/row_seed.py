@@ -72,13 +72,16 @@ def _noted(fn: Function) -> dict[Hashable, tuple[Draw, ...]]:
 
 def _kinds(flat: Flat) -> Hashable:
     """What draws may depend on of an argument: all but rows."""
-    leaves = [
-        (leaf.dtype, leaf.device, [n for i, n in enumerate(leaf.shape) if spec is None or i != spec % leaf.ndim])
-        if isinstance(leaf, torch.Tensor)
-        else type(leaf)
-        for leaf, spec in zip(flat.leaves, flat.specs, strict=True)
-    ]
-    return str(flat.structure), str(leaves)
+    return str(flat.structure), str([_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)])
+
+
+def _kind(leaf: Any, spec: Any) -> Any:
+    if isinstance(leaf, Slots):
+        return _kinds(flatten(leaf.shards[0], "a shard", None if spec is None else 0))
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf)
+    rows = None if spec is None or spec == "items" else spec % max(leaf.ndim, 1)
+    return leaf.dtype, leaf.device, [n for i, n in enumerate(leaf.shape) if i != rows]
 
 
 def _draws(call: RowCall) -> tuple[Draw, ...]:

@@ -132,6 +132,7 @@ _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _
 get_current_graph_task_keep_graph = _use(
     "torch._C._autograd._get_current_graph_task_keep_graph", "will there be a second backward?"
 )
+current_graph_task_id = _use("torch._C._current_graph_task_id", "does a backward run here?")
 will_engine_execute_node = _use("torch._C._will_engine_execute_node", "which gradients a backward is asked for", "2.13")
 StopRecomputationError = _use("torch.utils.checkpoint._StopRecomputationError", "a checkpoint ends its recomputing so")
 

@@ -246,6 +246,36 @@ def test_rows_that_are_inside_a_dim_with_others():
         refused(r"\(time, rows\) as one. Put the rows first", function)
 
 
+def test_rows_that_have_changed_places():
+    def sorted_rows(_: None, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return F.dropout(x[order])[order.argsort()]
+
+    for function in (sorted_rows, lambda w, x: (x.flip(0) * torch.rand(len(x), 1)).flip(0)):
+        refused("is for rows that have changed places", function)
+    equal_on(lambda d: fdp.dp_apply(lambda _, x: F.dropout(x.flip(1)).gather(1, x.argsort(1)), None, X, d, **ROWS))
+    equal_on(lambda d: fdp.grad(lambda w, x: drop(w, x)[x[:, 0].argsort()].square().mean(), devices=d, **ROWS)(W, X))
+
+
+def test_attention_which_has_rows_inside_for_a_while():
+    layer = nn.MultiheadAttention(8, 4, dropout=0.2).double().requires_grad_(False)
+
+    def attend(_: None, x: Tensor) -> Tensor:
+        turned = x.reshape(-1, 2, 8).transpose(0, 1)
+        return F.dropout(layer(turned, turned, turned)[0]).transpose(0, 1)
+
+    equal_on(lambda d: fdp.dp_apply(attend, None, X.repeat(1, 2), d, **ROWS))
+
+
+def test_what_is_on_its_slots_may_have_other_shapes_next_time():
+    def run(devices: Any) -> list[Tensor]:
+        held = [fdp.scatter(x, devices) for x in (X, X[:, :3], X[:5], X)]
+        found = [fdp.parallel_apply(lambda x: F.dropout(x), shards, **ROWS) for shards in held]
+        return [torch.cat(each.shards) for each in found if isinstance(each, fdp.Sharded)]
+
+    equal_on(run)
+
+
 def test_what_draws_past_fdp():
     refused("draws from a generator of its own", lambda w, x: x * torch.rand(8, generator=torch.Generator()))
     refused(

@@ -43,7 +43,9 @@ class Joined(NamedTuple):
 
 
 class Summed(Protocol):
-    """Gradients that are summed over all shards, and so over processes too."""
+    """Gradients that are summed over all shards, and so over processes too, `sent_as` another dtype if it is given."""
+
+    sent_as: torch.dtype | None
 
     def sums(self) -> list[Tensor]: ...
     def before(self) -> list[Tensor | None] | None: ...

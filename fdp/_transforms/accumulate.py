@@ -71,11 +71,16 @@ class Gradients:
     """Takes the gradients of the shards in any order: what is to be summed is summed at once, and not kept."""
 
     def __init__(
-        self, flats: Sequence[Flat], args: Sequence[PlannedArgument], plan: Partition, device: torch.device | None
+        self,
+        flats: Sequence[Flat],
+        args: Sequence[PlannedArgument],
+        plan: Partition,
+        device: torch.device | None,
+        sent_as: torch.dtype | None,
     ) -> None:
         # Under another name, for the log of transfers.
         self._flats = [Flat(f"grad of {flat.name}", *flat[1:]) for flat in flats]
-        self._plan, self._device = plan, device
+        self._plan, self._device, self.sent_as = plan, device, sent_as
         # Where all leaves are whole: what the gradient of each usually is.
         self._whole = [arg.gradients for arg in args]
         if device is not None:

@@ -70,6 +70,7 @@ class Differentiation:
     aux_weight: AuxWeight = "rows"
     create_graph: bool | None = None
     microbatches: int = 1
+    reduce_dtype: torch.dtype | None = None
     output_device: DeviceLike | None = None
     weights: Sequence[float] | None = None
     executor: Executor = "auto"
@@ -90,6 +91,8 @@ class Differentiation:
             raise ValueError(f"{self.where}: aux_weight='count' needs count=, which says what a shard counts")
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ValueError(f"{self.where}: microbatches must be a positive int, got {self.microbatches!r}")
+        if self.reduce_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"{self.where}: reduce_dtype must be None or torch.bfloat16, got {self.reduce_dtype!r}")
         if self.count is not None:
             check_function(self.count, f"{self.where}: count")
         if self.create_graph not in (None, True, False):
@@ -99,6 +102,7 @@ class Differentiation:
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
         counts = self.count is not None
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
+        same["reduce_dtype"] = self.reduce_dtype
         how = self.weights, self.executor, seed_of(self.seed, self.randomness, self.where), self.axis_name
         object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 
@@ -140,7 +144,13 @@ class Differentiation:
             same = dataclasses.replace(self, **one, aux_dims="list", output_device=None)
             return same._compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
 
-        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition, target
+        own = (
+            [call.flats[i] for i in positions],
+            [call.plan.args[i] for i in positions],
+            call.partition,
+            target,
+            self.reduce_dtype,
+        )
         with call.peers.part():
             row_call = functools.partial(call.row_call, self.fn, self._options, again)
             found, gradients = with_rows(

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
+import torch
+
 from fdp._transforms.differentiate import Differentiation
 from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Randomness, Reduction
 
@@ -19,6 +21,7 @@ class GradOptions(TypedDict, total=False):
     aux_weight: AuxWeight
     create_graph: bool | None
     microbatches: int
+    reduce_dtype: torch.dtype | None
     output_device: DeviceLike | None
     weights: Sequence[float] | None
     executor: Executor
@@ -41,6 +44,7 @@ def value_and_grad(
     aux_weight: AuxWeight = "rows",
     create_graph: bool | None = None,
     microbatches: int = 1,
+    reduce_dtype: torch.dtype | None = None,
     output_device: DeviceLike | None = None,
     weights: Sequence[float] | None = None,
     executor: Executor = "auto",
@@ -80,6 +84,10 @@ def value_and_grad(
         create_graph: None: results are differentiable if grad mode is on and they depend on something that requires
             grad, as in torch.func. False: they are detached. True: keep the graph.
         microbatches: Run each shard in this many pieces and accumulate: less memory, the same numbers.
+        reduce_dtype: As what gradients are added up over the processes of a mesh. None: in their own dtype, half
+            precision in float32. `torch.bfloat16` sends half the bytes of float32; each entry is rounded once in each
+            process and once a sum, to 8 bits. Calls with collectives, and what is summed within a process, do not use
+            it.
         output_device: Where the value, aux and gradients go. By default the value and aux go to the device of slot 0,
             and gradients to where the arguments are.
         weights: Relative rows of each slot, as in `dp_apply`.
@@ -110,6 +118,7 @@ def value_and_grad(
         aux_weight=aux_weight,
         create_graph=create_graph,
         microbatches=microbatches,
+        reduce_dtype=reduce_dtype,
         output_device=output_device,
         weights=weights,
         executor=executor,

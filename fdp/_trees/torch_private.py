@@ -187,6 +187,9 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return _storage_uses(tensor.untyped_storage()._cdata)
 
 
+flatten_dense_tensors = _use(
+    "torch._C._nn.flatten_dense_tensors", "what is summed over processes as one is put together in one call"
+)
 foreach_add = _use("torch._foreach_add", "small gradients are added up in one call")
 pytree = _use("torch.utils._pytree", "types that are registered with torch only")
 TensorBase = _use("torch._C.TensorBase", "explain refuses what takes a tensor's data away")

@@ -45,8 +45,9 @@ class Ending:
 
     def packing(self, count: int, order: Sequence[int] | None = None) -> Packing:
         """How it is sent between so many processes; in the order of gradients, if that is known."""
-        n = len(self._parts)
-        return Packing(self._kinds, room_for_notes(count), order and [*(i + n for i in order), *range(n)])
+        n, sent_as = len(self._parts), self._gradients.sent_as
+        dtypes = [None] * n + [sent_as] * (len(self._kinds) - n)
+        return Packing(self._kinds, room_for_notes(count), order and [*(i + n for i in order), *range(n)], dtypes)
 
     def fits(self, agreed: Agreed) -> bool:
         """Whether it is what was agreed on."""

@@ -26,7 +26,7 @@ from fdp.distributed._underway import leave, where_others_wait
 
 _MOST = 8  # lanes of a group; the oldest goes first
 _FORM = struct.Struct("<Qddd")
-_PIECES = {torch.float32: torch.int16, torch.float64: torch.int32}
+_PIECES = {torch.bfloat16: torch.int8, torch.float32: torch.int16, torch.float64: torch.int32}
 """As which integers a note travels among sums of floats: each is exact, and the other processes add zero to it."""
 
 

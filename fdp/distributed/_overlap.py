@@ -49,11 +49,16 @@ class Sending:
     def take(self, leaf: int, grad: Tensor) -> None:
         """A gradient is ready."""
         i = leaf + self._first
-        if self._found[i] is not None or grad.device != self._agreed.packing.kinds[i][2]:
+        dtype, _, device, *_ = self._agreed.packing.kinds[i]
+        if self._found[i] is not None or grad.device != device or grad.layout is not torch.strided:
             return
         before = self._before[leaf]
-        self._ours[i] = before is not None or (grad.device.type == "cpu" and is_ours([grad], 0, _alone_in_a_hook()))
-        self._found[i] = grad if before is None else before + grad
+        if before is None and grad.dtype is dtype:
+            self._ours[i] = device.type == "cpu" and is_ours([grad], 0, _alone_in_a_hook())
+            self._found[i] = grad
+        else:  # half precision is added up in float32
+            self._ours[i] = True
+            self._found[i] = grad.to(dtype) if before is None else before.to(dtype) + grad.to(dtype)
         self._missing[self._bucket_of[i]] -= 1
         while not self._missing[len(self.flats)]:
             self._send()

@@ -97,6 +97,28 @@ def test_large_gradients_are_summed_where_they_are(two: Pool):
         assert found == [True] * 3
 
 
+def in_bfloat16(mesh: Any, size: int) -> Any:
+    params = {"w": torch.linspace(-1, 1, 2 * size).reshape(2, size), "b": torch.ones(size)}
+    step = fdp.value_and_grad(loss, devices=mesh, reduce_dtype=torch.bfloat16)
+    exact = fdp.value_and_grad(loss, devices=mesh)(params, own(mesh).float())
+    found = [step(params, own(mesh).float()) for _ in range(2)]
+    said = messages(lambda: found.append(step(params, own(mesh).float())))
+    return found, exact, sum(torch.Size(shapes[0]).numel() for _, shapes in said)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_sums_in_bfloat16_take_half_the_bytes(two: Pool, four: Pool, size: int, count: int):
+    for found, (value, grads), numbers in (two if count == 2 else four)(in_bfloat16, 1, size):
+        assert (numbers - 3 * size) * 2 <= 256  # two bytes a number
+        for each, each_grads in found:
+            assert torch.equal(each, value)  # which is not rounded
+            for name, grad in each_grads.items():
+                assert grad.dtype is torch.float32
+                largest = (grad - grads[name]).abs().max() / grads[name].abs().max()
+                assert 0 < largest < 2**-8 * count  # half a unit for each process, and for each addition
+
+
 # ---- what changes from step to step
 
 

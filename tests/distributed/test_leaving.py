@@ -65,10 +65,22 @@ def ten_steps() -> None:
         apply_total(mesh)
 
 
+def gradient(mesh: Any) -> Any:
+    return fdp.grad(lambda p, x: (p * x).sum(), devices=mesh)(torch.ones(4), torch.ones(2, 4))
+
+
+def ten_known_steps() -> None:
+    sys.setswitchinterval(0.2)
+    mesh = init(timeout=30)
+    for _ in range(10):
+        gradient(mesh)
+
+
+@pytest.mark.parametrize("steps", [ten_steps, ten_known_steps])
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.deep)])
-def test_a_program_that_does_not_close_the_mesh_ends_well(times: int):
+def test_a_program_that_does_not_close_the_mesh_ends_well(times: int, steps: Callable[[], None]):
     for _ in range(times):
-        assert exits(ten_steps) == [0, 0]
+        assert exits(steps) == [0, 0]
 
 
 def is_left_by_process_1() -> None:
@@ -80,8 +92,19 @@ def is_left_by_process_1() -> None:
         apply_total(mesh)
 
 
-def test_a_process_that_ends_is_missed_at_once_though_it_has_not_closed_the_mesh():
-    assert exits(is_left_by_process_1) == [0, 1]
+def is_left_in_a_known_step() -> None:
+    mesh = init(timeout=FOREVER)
+    for _ in range(3):
+        gradient(mesh)
+    if mesh.rank == 1:
+        raise ValueError("outside of a call")
+    with pytest.raises(RuntimeError, match=r"the end of grad: process 0 could not reach all of the others .*ended"):
+        gradient(mesh)
+
+
+@pytest.mark.parametrize("left", [is_left_by_process_1, is_left_in_a_known_step])
+def test_a_process_that_ends_is_missed_at_once_though_it_has_not_closed_the_mesh(left: Callable[[], None]):
+    assert exits(left) == [0, 1]
 
 
 def is_interrupted() -> None:

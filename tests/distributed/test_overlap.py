@@ -113,3 +113,22 @@ def test_gradients_that_are_one_tensor_are_summed_once(two: Pool):
     for found in two(shared, 1):
         for each in found:
             assert_close_tree(each, {"a": expected, "b": expected, "c": torch.ones(SIZE, SIZE)}, rtol=1e-6)
+
+
+def in_half_precision(mesh: Any, microbatches: int) -> Any:
+    p = {"half": torch.linspace(0, 1, 4).bfloat16(), "more": torch.ones(3).bfloat16(), "b": torch.ones(2)}
+    p |= {"double": torch.ones(3, dtype=torch.float64), "large": torch.ones(SIZE, SIZE * 2).bfloat16()}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sum(leaf.double().square().sum() for leaf in p.values()) * x.mean()
+
+    step = fdp.value_and_grad(loss, devices=mesh, microbatches=microbatches)
+    return [step(p, torch.arange(4.0) + mesh.rank) for _ in range(3)], torch.func.grad(loss)(p, torch.full((1,), 2.0))
+
+
+@pytest.mark.parametrize("slots", [1, (2, 1)], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_half_precision_goes_in_float32(two: Pool, slots: Any, microbatches: int):
+    for found, expected in two(in_half_precision, slots, microbatches):
+        for _, grads in found:
+            assert_close_tree(grads, expected, rtol=1e-2)

@@ -119,3 +119,13 @@ def test_microbatches_keep_one_graph_at_a_time():
 
     fdp.grad(lambda w, x: Counted.apply((x @ w).mean()), devices="cpu", microbatches=3)(W, X)
     assert [step >= 0 for step in most] == [True, False] * 3
+
+
+def test_reduce_dtype_is_for_processes():
+    """In one process nothing is sent."""
+    x = torch.arange(8.0)
+    step = fdp.value_and_grad(lambda w, x: (w * x).sin().mean(), devices=["cpu"] * 2, reduce_dtype=torch.bfloat16)
+    exact = fdp.value_and_grad(lambda w, x: (w * x).sin().mean(), devices=["cpu"] * 2)
+    assert all(map(torch.equal, step(torch.tensor(0.3), x), exact(torch.tensor(0.3), x)))
+    with pytest.raises(ValueError, match=r"grad: reduce_dtype must be None or torch.bfloat16, got torch.float16"):
+        fdp.grad(torch.sum, reduce_dtype=torch.float16)

@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak format clean
+.PHONY: help .venv demo elastic test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,9 @@ $(READY): pyproject.toml $(PINS)
 
 demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
 	$(BIN)/python examples/digits.py $(ARGS)
+
+elastic: $(READY)  ## run examples/digits_elastic.py (ARGS="…" for its options)
+	$(BIN)/python examples/digits_elastic.py $(ARGS)
 
 # By files on all cores. Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
 # In the second the slots of the property tests are on a virtual accelerator: see property_tests/places.py.

@@ -85,10 +85,12 @@ def where_others_wait(groups: Sequence[Any], ranks: Sequence[int], rank: int) ->
     others = [other for other in ranks if other != rank]
 
     def is_waited_for(group: Any) -> bool:
-        begun = _STARTED.get(group, 0)
-        return bool(_asked(group, lambda store: any(_said(store, other) > begun for other in others), _SLICE))
+        begun, store = _STARTED.get(group, 0), group.get_group_store().clone()
+        return any(_said(store, other) > begun for other in others)
 
-    return [i for i, group in enumerate(groups) if is_waited_for(group)]
+    # All at once, since the others wait for this process meanwhile.
+    look = lambda _: [i for i, group in enumerate(groups) if is_waited_for(group)]  # noqa: E731
+    return (_asked(groups[0], look, _SLICE) or []) if groups else []
 
 
 def _said(store: Any, rank: int) -> int:

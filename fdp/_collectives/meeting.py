@@ -45,7 +45,12 @@ def axis_of(where: str, name: str) -> Axis:
     for axis in reversed(axes):
         if axis.slot.axis_name == name:
             return axis
-    known = ", ".join(repr(axis.slot.axis_name) for axis in axes) or "none: this code runs in no mapped function"
+    if not axes:
+        raise NameError(
+            f"{where}: this code runs in no slot. Call it inside the function that dp_apply, shard_map, parallel_apply "
+            "or a gradient function runs on each"
+        )
+    known = ", ".join(repr(axis.slot.axis_name) for axis in axes)
     raise NameError(f"{where}: there is no axis {name!r} here. There is {known}")
 
 

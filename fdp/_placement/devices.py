@@ -131,4 +131,4 @@ def is_faking() -> bool:
 
 def _existing() -> str:
     names = ", ".join(repr(str(device)) for device in dict.fromkeys((*available_devices(), torch.device("cpu"))))
-    return f"Available here: {names}"
+    return f"Available here: {names}. To try several slots on one device: fdp.virtual_devices(n)"

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 import torch
 
@@ -25,6 +25,7 @@ class Slots(Located):
     sizes: tuple[int, ...] | None = None
     dims: Dims | Auto = AUTO
     peers: Peers = dataclasses.field(default=cast(Peers, None), kw_only=True)  # the compiler knows None, and not ALONE
+    _one: ClassVar[str] = "fdp.gather(x)"
 
     def __post_init__(self) -> None:
         if self.peers is None:
@@ -63,8 +64,33 @@ class Slots(Located):
     def __iter__(self) -> Iterator[NoReturn]:
         raise TypeError(
             f"a {type(self).__name__} is not iterable: `a, b = x` would bind slots, not parts. Use x.unzip() for a "
-            f"{type(self).__name__} of tuples, x.shards for the shards"
+            f"{type(self).__name__} of tuples, x.shards for the shards. An optimizer takes the tensors of one device"
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise cls._no_tensor(getattr(func, "__name__", str(func)).strip("_"))
+
+    @classmethod
+    def _no_tensor(cls, name: str) -> TypeError:
+        return TypeError(
+            f"torch's {name} got a {cls.__name__}, which has a tree for each slot. x[i] is that of slot i, "
+            f"{cls._one} is one for all; fdp.parallel_apply(fn, x) runs fn on each slot"
+        )
+
+    if not TYPE_CHECKING:  # who writes a wrong name is to be told
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = ""
+            if not name.startswith("_") and hasattr(torch.Tensor, name):
+                hint = f". A tensor of slot i has it: x[i].{name}. fdp.parallel_apply(fn, x) runs fn on each slot"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+        def _operate(self, other: Any) -> NoReturn:
+            raise self._no_tensor("operators")
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
+        __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _operate
 
     __reversed__ = __iter__
 
@@ -72,7 +98,7 @@ class Slots(Located):
         devices = ", ".join(f"{device}" + f" x {n}" * (n > 1) for device, n in Counter(map(str, self.devices)).items())
         rows = "" if self.sizes is None else f", rows {'+'.join(map(str, self.sizes))}"
         slots = f"{len(self)} slot" + "s" * (len(self) > 1)
-        return f"{type(self).__name__}({slots}{self.peers} on {devices}{rows}: {_summary(self.shards[0])})"
+        return f"{type(self).__name__}({slots}{self.peers} on {devices}{rows}: {summary(self.shards[0])})"
 
     def picture(self, name: str = "") -> Picture:
         """Where the leaves live; they are called `name`."""
@@ -150,6 +176,7 @@ class Replicated(Slots):
     """
 
     dims: Dims | Auto = None
+    _one: ClassVar[str] = "fdp.unreplicate(x)"
 
     def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
         """Apply a function to the tree of every slot, one after the other."""
@@ -172,7 +199,7 @@ def _kind(tree: Any) -> str:
     return f"{type(tree).__name__} of {len(tree)}" if type(tree) in (tuple, list) else type(tree).__name__
 
 
-def _summary(tree: Any, depth: int = 0) -> str:
+def summary(tree: Any, depth: int = 0) -> str:
     """A tree in a line: tensors as dtype and shape, deep or wide parts left out."""
     if isinstance(tree, torch.Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
@@ -188,5 +215,5 @@ def _summary(tree: Any, depth: int = 0) -> str:
         return repr(tree)[:40]
     if depth > 2 and parts:
         return f"{opening}...{closing}"
-    shown = [label + _summary(value, depth + 1) for label, value in parts[:4]]
+    shown = [label + summary(value, depth + 1) for label, value in parts[:4]]
     return opening + ", ".join(shown + ["..."] * (len(parts) > 4)) + closing

@@ -188,8 +188,12 @@ def _common_rows(
             flat, i, size = split[k - len(sized)]
             return f"{flat.path(i)} has {size} along {_along(flat.specs[i])}"
 
-        each = listed(odd_first(range(len(rows)), lambda k: rows[k]), say)
-        raise ValueError(f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split")
+        each = listed(odd_first(range(len(rows)), lambda k: rows[k]), say, most=4)
+        items = ". A list whose elements are rows is split by the spec 'items'"
+        hint = items if any(flat.structure.type is list for flat, *_ in split) else ""
+        raise ValueError(
+            f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split{hint}"
+        )
     return rows[0] if rows else None
 
 

@@ -19,11 +19,13 @@ from fdp._placement.split_dims import common_peers
 from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
 from fdp._transforms.call import Shard, bind, call_shard
 from fdp._transforms.row_seed import RowCall, with_rows
+from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 from fdp._trees.untraced import leave_alone
 
 
+@api_boundary(OF_JAX | {"": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}"})
 def dp_apply(
     fn: Function,
     params: Tree,
@@ -100,6 +102,7 @@ def dp_apply(
         return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
 
 
+@api_boundary(OF_JAX)
 def shard_map(
     fn: Function,
     *,
@@ -139,6 +142,7 @@ def shard_map(
     drawn = seed_of(seed, randomness, "shard_map")
     options = Options("shard_map", devices, output_device, weights, executor, drawn, axis_name)
 
+    @api_boundary()
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
         with peers_of(devices, (*args, *kwargs.values())).begins("shard_map"):
@@ -148,6 +152,7 @@ def shard_map(
     return mapped
 
 
+@api_boundary({"": "Keyword arguments of the function go into kwargs={{{0!r}: ...}}"})
 def parallel_apply(
     fn: Function,
     *args: Tree,

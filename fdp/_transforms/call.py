@@ -4,6 +4,7 @@ A plan is decided from the signature of a call and kept with it: the structures 
 leaf without its values, specs and options. What depends on more is planned anew each time, by the same code.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
 from fdp._placement.place import place, planned
 from fdp._placement.plan import Plan, places_of
-from fdp._placement.sharded import Sharded, Slots
+from fdp._placement.sharded import Sharded, Slots, summary
 from fdp._placement.slot import Slot
 from fdp._placement.split_dims import common_peers, flatten_args, held_slots, plan_args
 from fdp._placement.timings import Timings
@@ -49,6 +50,13 @@ def call_shard(fn: Function, shard: Shard) -> Any:
         return fn(*shard.args, **shard.kwargs)
     except (TypeError, AttributeError) as error:
         note_lists(error, shard.args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
+        if "devices" in shard.kwargs and "unexpected keyword argument 'devices'" in str(error):
+            error.add_note("devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)")
+        raise
+    except RuntimeError as error:  # of shapes, perhaps: of arguments in another order, of a part that should be whole
+        if not getattr(error, "__notes__", ()):
+            with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+                error.add_note(f"the function was called with {summary((*shard.args, *shard.kwargs.values()))}")
         raise
 
 

@@ -38,6 +38,7 @@ from fdp._transforms.shard_grad import (
     needs_transform,
     transformed,
 )
+from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import (
     AUTO,
     Auto,
@@ -99,7 +100,8 @@ class Differentiation:
             raise TypeError(f"{self.where}: create_graph must be None, True or False, got {self.create_graph!r}")
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
-            raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}")
+            hint = ". Devices are given by name: devices=..." if any(map(_is_device, numbers)) else ""
+            raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}{hint}")
         counts = self.count is not None
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
         same["reduce_dtype"] = self.reduce_dtype
@@ -107,6 +109,7 @@ class Differentiation:
         object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
+        @api_boundary()
         @functools.wraps(self.fn, updated=())  # not fn.out_dims: that is about the loss
         def differentiated(*args: Tree, **kwargs: Tree) -> Any:
             value, aux, grads = self._compute(args, kwargs)
@@ -344,6 +347,11 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
 
 
 _requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+def _is_device(value: Any) -> bool:
+    each = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(x, torch.device | str) for x in each)
 
 
 def _rounds(slots: Sequence[int]) -> list[list[int]]:

@@ -24,10 +24,12 @@ from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_o
 from fdp._transforms.plans import find, signature_of
 from fdp._trees import torch_private
 from fdp._trees.registry import flattened
+from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
+@api_boundary(OF_JAX | {"": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}"})
 def explain(
     fn: Function,
     params: Tree,

@@ -6,6 +6,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from fdp._transforms.differentiate import Differentiation
+from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Randomness, Reduction
 
 
@@ -30,6 +31,7 @@ class GradOptions(TypedDict, total=False):
     axis_name: str
 
 
+@api_boundary(OF_JAX)
 def value_and_grad(
     fn: Function,
     argnums: int | tuple[int, ...] = 0,
@@ -129,6 +131,7 @@ def value_and_grad(
     return settings.transform(lambda value, grads: (value, grads))
 
 
+@api_boundary(OF_JAX)
 def grad_and_value(
     fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Function:
@@ -146,6 +149,7 @@ def grad_and_value(
     return settings.transform(lambda value, grads: (grads, value))
 
 
+@api_boundary(OF_JAX)
 def grad(
     fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Function:
@@ -164,4 +168,5 @@ def grad(
 
 def _check_names(options: GradOptions, where: str) -> None:
     if unknown := [name for name in options if name not in GradOptions.__annotations__]:
-        raise TypeError(f"{where}() got an unexpected keyword argument {unknown[0]!r}; see help(fdp.value_and_grad)")
+        hint = OF_JAX.get(unknown[0], "help(fdp.value_and_grad) lists them")
+        raise TypeError(f"{where}() got an unexpected keyword argument {unknown[0]!r}. {hint}")

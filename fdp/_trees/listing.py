@@ -10,10 +10,10 @@ MOST = 10
 _ROOM = 800  # characters, for what several have that differ
 
 
-def listed(things: Sequence[Any], say: Callable[[Any], str] = str, separator: str = ", ") -> str:
-    """What `say` says of the first ten, and how many more there are. Of the others it is not asked."""
-    more = len(things) - MOST
-    shown = [say(thing) for thing in things[:MOST]]
+def listed(things: Sequence[Any], say: Callable[[Any], str] = str, separator: str = ", ", most: int = MOST) -> str:
+    """What `say` says of the first ones, and how many more there are. Of the others it is not asked."""
+    more = len(things) - most
+    shown = [say(thing) for thing in things[:most]]
     return separator.join([*shown, f"{more:,} more"] if more > 0 else shown)
 
 

@@ -1,5 +1,6 @@
 """Code that torch.compile is to leave alone where it has given up on the call around it and goes on inside."""
 
+import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ def leave_alone(namespace: Mapping[str, Any], names: Iterable[str] | None = None
         value = namespace[name]
         if getattr(value, "__module__", None) == namespace["__name__"]:
             for function in vars(value).values() if isinstance(value, type) else [value]:
-                for code in _codes(getattr(function, "__code__", None)):
+                for code in _codes(getattr(inspect.unwrap(function), "__code__", None)):
                     torch_private.set_code_exec_strategy(code, _SKIP)
 
 

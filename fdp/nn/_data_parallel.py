@@ -16,6 +16,7 @@ from fdp._execution.restart import Again
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
 from fdp._placement.partition import check_weights
+from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone, leave_alone
 from fdp.nn._device_ids import devices_of, index_of
@@ -147,6 +148,7 @@ class DataParallel(nn.Module, Generic[M]):
     def _devices(self) -> tuple[torch.device, ...]:
         return as_devices(self.device_ids, self._where) if self.device_ids else ()
 
+    @api_boundary()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices."""
         with torch.autograd.profiler.record_function("DataParallel.forward"):

@@ -162,7 +162,7 @@ def test_the_callers_state_is_as_before(seed: int | None, executor: Any):
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(NameError, match="no axis 'data'"):
+    with pytest.raises(NameError, match="this code runs in no slot"):
         fdp.axis_index()
 
 

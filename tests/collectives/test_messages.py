@@ -34,7 +34,7 @@ def test_outside_of_any_call():
         "ppermute": lambda: fdp.ppermute(X, [(0, 0)]),
     }
     for name, call in calls.items():
-        with pytest.raises(NameError, match=f"{name}: there is no axis 'data' here.*no mapped function"):
+        with pytest.raises(NameError, match=f"{name}: this code runs in no slot"):
             call()
     for n in (1, 2):
         with pytest.raises(NameError, match=r"psum: there is no axis 'rows' here\. There is 'data'"):

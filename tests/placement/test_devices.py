@@ -116,12 +116,12 @@ def test_wrong_devices(where: str, name: str):
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("cuda", "device 'cuda' is not available. Available here: 'cpu'$"),
-        (["cpu", "cuda:0"], "device 'cuda:0' is not available. Available here: 'cpu'$"),
-        ("cuda:9", "device 'cuda:9' is not available. Available here: 'cpu'$"),
-        ([0], "there is no accelerator with index 0. Available here: 'cpu'$"),
-        (["cpu", 0], "there is no accelerator with index 0. Available here: 'cpu'$"),
-        ("mps", "device 'mps' is not available. Available here: 'cpu'$"),
+        ("cuda", "device 'cuda' is not available. Available here: 'cpu'. To try several slots"),
+        (["cpu", "cuda:0"], "device 'cuda:0' is not available. Available here: 'cpu'. To try several slots"),
+        ("cuda:9", "device 'cuda:9' is not available. Available here: 'cpu'. To try several slots"),
+        ([0], "there is no accelerator with index 0. Available here: 'cpu'. To try several slots"),
+        (["cpu", 0], "there is no accelerator with index 0. Available here: 'cpu'. To try several slots"),
+        ("mps", "device 'mps' is not available. Available here: 'cpu'. To try several slots"),
     ],
 )
 def test_accelerators_on_a_machine_without(devices: Any, message: str):

@@ -1,0 +1,81 @@
+"""What users see of an error: their own lines. Those of fdp between them are shown where FDP_TRACEBACK is "full"."""
+
+from __future__ import annotations  # the compiler would guard on what stands for P.args, which is new each time
+
+import contextlib
+import functools
+import os
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from fdp._trees.untraced import leave_alone
+
+P = ParamSpec("P")
+T = TypeVar("T")
+OF_JAX = {"in_axes": "What JAX calls in_axes is in_dims here", "out_axes": "What JAX calls out_axes is out_dims here"}
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def api_boundary(names: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """As a decorator of a public function: hide fdp's own frames in what it raises.
+
+    `names` are keyword arguments that it does not have, and what to write instead; "" for all others.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if not torch.compiler.is_compiling():
+                    _advise(error, names)
+                    hide_frames(error)
+                raise
+
+        return call
+
+    return decorate
+
+
+def hide_frames(error: BaseException) -> None:
+    """Take fdp's frames out of the tracebacks of an exception and of those that led to it."""
+    if os.environ.get("FDP_TRACEBACK") == "full":
+        return
+    todo, seen = [error], set[int]()
+    for each in todo:
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        with contextlib.suppress(Exception):  # a class of the user's may not let it be set: it arrives all the same
+            each.__traceback__ = _without_own(each.__traceback__)
+        todo += [other for other in (each.__cause__, each.__context__) if other is not None]
+
+
+def _without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    kept: list[types.TracebackType] = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_FOLDER):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    found = None
+    for each in reversed(kept):
+        found = types.TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _advise(error: BaseException, names: Mapping[str, str] | None) -> None:
+    """Say what to write instead of a keyword argument that the function itself does not have."""
+    if not names or type(error) is not TypeError or error.__traceback__ is None or error.__traceback__.tb_next:
+        return
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown is not None:
+        way_out = names.get(unknown[1], names.get("", "")).format(unknown[1])
+        error.args = (f"{error}. {way_out}",) if way_out else error.args
+
+
+leave_alone(globals())

@@ -1,0 +1,149 @@
+"""Slips that everybody makes once: the message says what to write instead, and ends at the user's own line."""
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp
+
+SLOTS = fdp.virtual_devices(2)
+W, X, Y = torch.ones(3), torch.ones(6, 3), torch.ones(6)
+ANY: Any = fdp
+
+
+def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (x @ w - y).square().mean()
+
+
+def replicated() -> Any:
+    return fdp.replicate(W, SLOTS)
+
+
+SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "psum outside of a call": (
+        lambda: fdp.psum(X),
+        r"psum: this code runs in no slot. Call it inside the function that",
+    ),
+    "an optimizer on a Replicated": (lambda: torch.optim.AdamW(replicated()), r"takes the tensors of one device"),
+    "a Replicated in an operation": (
+        lambda: torch.sum(replicated()),
+        r"torch's sum got a Replicated, .*unreplicate\(x\)",
+    ),
+    "a Replicated in a product": (
+        lambda: X @ replicated(),
+        r"got a Replicated, .* fdp.parallel_apply\(fn, x\) runs fn",
+    ),
+    "a Sharded in an operation": (
+        lambda: torch.mul(ANY.scatter(X, SLOTS), 2),
+        r"got a Sharded, .*gather\(x\) is one for all",
+    ),
+    "a method of a tensor": (lambda: replicated().sum(), r"no attribute 'sum'. A tensor of slot i has it: x\[i\].sum"),
+    "another attribute": (lambda: replicated().summ, r"^'Replicated' object has no attribute 'summ'$"),
+    "y= without kwargs=": (
+        lambda: ANY.dp_apply(loss, W, X, SLOTS, y=Y),
+        r"argument 'y'. .* go into kwargs=\{'y': ...\}",
+    ),
+    "in_axes": (lambda: ANY.value_and_grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
+    "in_axes of grad": (lambda: ANY.grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
+    "devices second": (lambda: ANY.value_and_grad(loss, SLOTS), r"Devices are given by name: devices=..."),
+    "rows that are a list": (
+        lambda: fdp.dp_apply(lambda _, xs: xs, None, [torch.ones(n) for n in range(9)], SLOTS),
+        r"inputs\[3\] has 3 along dim 0, 5 more. Pass None .* is split by the spec 'items'",
+    ),
+    "a GPU that is not here": (
+        lambda: fdp.scatter(X, ["cuda:77"]),
+        r"not available.* one device: fdp.virtual_devices\(n\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_says_what_to_write(slip: str):
+    run, message = SLIPS[slip]
+    with pytest.raises((TypeError, ValueError, NameError, AttributeError), match=message):
+        run()
+
+
+def notes_of(run: Callable[[], Any]) -> list[str]:
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        run()
+    return caught.value.__notes__
+
+
+def test_arguments_in_another_order_are_shown():
+    notes = notes_of(lambda: fdp.dp_apply(lambda w, x: x @ w, X, W, SLOTS))
+    assert notes[0] == "the function was called with (float32[6, 3], float32[2])"
+
+
+def test_devices_in_the_call_of_a_transformed_loss():
+    notes = notes_of(lambda: fdp.value_and_grad(loss)(W, X, Y, devices=SLOTS))
+    assert "devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)" in notes
+
+
+# ---- tracebacks
+
+
+def wrong(w: Tensor, x: Tensor, *_: Tensor) -> Tensor:
+    return (x @ w[:2]).mean()  # the mistake
+
+
+def mapped(executor: Any) -> dict[str, Callable[[], Any]]:
+    options: dict[str, Any] = {"devices": SLOTS, "executor": executor}
+    return {
+        "dp_apply": lambda: fdp.dp_apply(wrong, W, X, **options, out_dims="mean"),
+        "shard_map": lambda: fdp.shard_map(wrong, in_dims=(None, 0), out_dims="mean", **options)(W, X),
+        "value_and_grad": lambda: fdp.value_and_grad(wrong, **options)(W, X, Y),
+        "parallel_apply": lambda: fdp.parallel_apply(wrong, W, fdp.scatter(X, SLOTS), executor=executor),
+        "meeting": lambda: fdp.dp_apply(lambda w, x: fdp.psum(x) + wrong(w, x), W, X, **options, out_dims="mean"),
+    }
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("name", mapped("auto"))
+def test_a_traceback_ends_at_the_line_of_the_user(name: str, executor: str, monkeypatch: pytest.MonkeyPatch):
+    run = mapped(executor)[name]
+
+    def lines() -> list[str]:
+        try:
+            run()
+        except RuntimeError as error:
+            return "".join(traceback.format_exception(error)).splitlines()
+        raise AssertionError("nothing was raised")
+
+    short = lines()
+    assert any("# the mistake" in line for line in short[-10:])
+    assert not any("/fdp/_" in line for line in short)
+    monkeypatch.setenv("FDP_TRACEBACK", "full")
+    assert any("/fdp/_" in line for line in lines())
+
+
+def test_what_led_to_an_error_is_shortened_too():
+    def fails(w: Tensor, x: Tensor) -> Tensor:
+        try:
+            return wrong(w, x)
+        except RuntimeError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        fdp.dp_apply(fails, W, X, SLOTS)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "/fdp/_" not in "".join(traceback.format_exception(caught.value))
+
+
+PROGRAM = """
+import fdp, torch
+fdp.dp_apply(lambda w, x: x @ w[:2], torch.ones(3), torch.ones(4, 3), fdp.virtual_devices(2))
+"""
+
+
+def test_an_uncaught_error_of_a_program_is_short():
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) < 14
+    assert "/fdp/_" not in ended.stderr

@@ -126,6 +126,9 @@ class Agreement:
         elsewhere: BaseException | None = None
         if not whole and self.session is not None:
             elsewhere, _ = self.session.end(self._tag, error)
-        found, numbers = self.everybody.end(self._tag, error or elsewhere, [self._offer])
-        self.offers = {number for (number,) in numbers}
+        comm = self.everybody.comm
+        found, numbers = self.everybody.end(self._tag, error or elsewhere, [self._offer, sum(comm.begun())])
+        self.offers = {offer for offer, _ in numbers}
+        if len({begun for _, begun in numbers}) > 1:
+            comm.catch_up(comm.objects(comm.begun(), self._tag.name))
         return found or elsewhere

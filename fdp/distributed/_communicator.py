@@ -43,6 +43,10 @@ class Communicator:
         self._missed: str | None = None  # who, once that has been asked
         self.meanwhile: Callable[[], None] | None = None
         """What is done again and again where this process waits long."""
+        self.begun: Callable[[], list[int]] = list
+        """How many operations this process has begun in each lane beside this group."""
+        self.catch_up: Callable[[Sequence[Sequence[int]]], None] = lambda counts: None
+        """Take part, with nothing, in those that others have begun, where these are the counts of all processes."""
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
         """One between some of these processes, all of which make it together; None if this is none of them."""

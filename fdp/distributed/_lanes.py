@@ -22,7 +22,7 @@ from torch import Tensor
 from fdp._placement.moves import bytes_of
 from fdp.distributed._buckets import Packing
 from fdp.distributed._communicator import Communicator
-from fdp.distributed._underway import leave, where_others_wait
+from fdp.distributed._underway import begun_in, leave, where_others_wait
 
 _MOST = 8  # lanes of a group; the oldest goes first
 _FORM = struct.Struct("<Qddd")
@@ -93,6 +93,20 @@ class Lanes:
             self._open[key].comm.meanwhile = self.help
         return self._open[key]
 
+    def begun(self) -> list[int]:
+        """How many operations this process has begun in each lane."""
+        return [begun_in(lane.comm.group) for lane in self._open.values() if lane.comm is not self._comm]
+
+    def catch_up(self, counts: Sequence[Sequence[int]]) -> None:
+        """Take part in what others have begun in lanes and nobody waits for, such as their part in a call that failed.
+
+        All processes do so together, with the counts of all.
+        """
+        lanes = [lane for lane in self._open.values() if lane.comm is not self._comm]
+        for lane, each in zip(lanes, zip(*counts, strict=True), strict=True):
+            while begun_in(lane.comm.group) < max(each):
+                lane.begin_with_nothing("another call")
+
     def help(self) -> None:
         """Take part in what others wait for in lanes, and this process has not begun."""
         lanes = [lane for lane in self._open.values() if lane.comm is not self._comm]
@@ -111,5 +125,5 @@ _LANES: "weakref.WeakKeyDictionary[Any, Lanes]" = weakref.WeakKeyDictionary()
 def lanes_of(comm: Communicator) -> Lanes:
     """Those of a group: all meshes on it have the same."""
     lanes = _LANES.setdefault(comm.group or dist.group.WORLD, Lanes(comm))
-    comm.meanwhile = lanes.help
+    comm.meanwhile, comm.begun, comm.catch_up = lanes.help, lanes.begun, lanes.catch_up
     return lanes

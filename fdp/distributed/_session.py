@@ -47,7 +47,9 @@ def _raise_for(comm: Communicator, tag: Tag, failure: BaseException | None) -> N
     """Exchange what has gone wrong; raise it, unless it has in this process."""
     how = None if failure is None else f"has raised {type(failure).__name__}: {text_of(failure)}"
     trace = "" if failure is None else "".join(traceback.format_exception(failure))
-    said = comm.objects((tag.name, tag.say(), how, trace), tag.name)
+    own = tag.name, tag.say(), how, trace
+    said, begun = zip(*comm.objects((own, comm.begun()), tag.name), strict=True)
+    comm.catch_up(begun)
     if failure is not None:
         return
     error = Elsewhere(_explained(comm, tag, said))

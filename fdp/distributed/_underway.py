@@ -80,6 +80,11 @@ class PendingOperation:
             self._group.get_group_store().set(f"fdp/{self._rank}", str(self._number))
 
 
+def begun_in(group: Any) -> int:
+    """How many operations of a group this process has begun."""
+    return _STARTED.get(group, 0)
+
+
 def where_others_wait(groups: Sequence[Any], ranks: Sequence[int], rank: int) -> list[int]:
     """In which groups somebody has said to wait for an operation that this process has not begun."""
     others = [other for other in ranks if other != rank]

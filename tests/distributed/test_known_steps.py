@@ -284,3 +284,29 @@ def test_one_that_does_something_else_is_named(two: Pool, name: str, is_known: b
         assert not isinstance(each, Failure), each
         before, after = each
         assert_close_tree(after, before)
+
+
+def both_fail(mesh: Any) -> Any:
+    """Process 0 fails in the step, and process 1 before it, where it waits for no message."""
+    odd = [False]
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        if odd[0]:
+            raise KeyError("odd")
+        return loss(p, x)
+
+    step = fdp.value_and_grad(fn, devices=mesh)
+    for _ in range(2):
+        step(PARAMS, own(mesh))
+    for _ in range(3):
+        odd[0] = True
+        with pytest.raises((KeyError, ValueError), match="odd|argnums is 7"):
+            (fdp.value_and_grad(fn, 7, devices=mesh) if mesh.rank else step)(PARAMS, own(mesh))
+        odd[0] = False
+    return messages(lambda: step(PARAMS, own(mesh))), step(PARAMS, own(mesh))
+
+
+def test_both_may_fail_in_other_ways(two: Pool):
+    for said, found in two(both_fail, 1):
+        assert [name for name, _ in said] == ["gloo:all_reduce"]
+        assert_close_tree(found, oracle(8))

@@ -159,6 +159,10 @@ class Called(NamedTuple):
         given = [argument.value for argument in self.arguments if isinstance(argument.value, torch.Tensor)]
         return tuple(tuple(tensor.shape) for tensor in (*given, *each_of(result)))
 
+    def size(self, otherwise: tuple[int, ...]) -> tuple[int, ...]:
+        """The size that it is called with, if that is an argument of it."""
+        return next((tuple(argument.value) for argument in self.arguments if argument.name == "size"), otherwise)
+
     def returned(self, found: Any, grown: Sequence[Any], kept: Sequence[torch.Tensor]) -> Any:
         """What it returns, if `kept` is what it drew: that is written to the arguments which it writes to."""
         results = []

@@ -71,17 +71,19 @@ class RowDraws(Numbered):
         super().__init__(seed, slot)
         rows = range(0) if slot.rows is None else slot.rows
         self._draws, self._first, self._count = draws, rows.start, len(rows)
+        self._most = 0  # draws so far, of which some may have been made once more
         self._repeats: Draw | None = None  # the first draw that activation checkpointing may want once more
 
     def draw(self, number: int, call: "Called") -> Any:
         if number == len(self._draws.each):
             raise DrawsDiffer(f"randomness='rows': {call.func}{where_called()} is not always drawn. {DEPENDS}")
-        draw = self._draws.each[number]
+        draw, self._most = self._draws.each[number], max(self._most, number + 1)
         if torch.is_grad_enabled() and self._repeats is None and _is_checkpointed():
             self._repeats = draw
         given = tuple(kind.of(self._count) for kind in draw.kinds)
-        if (str(call.func), call.shapes(), call.others) != (draw.name, given[: -draw.results], draw.others):
-            raise self._differs(call, draw, call.shapes())
+        found = str(call.func), call.shapes(), call.others, call.size(given[-1])
+        if found != (draw.name, given[: -draw.results], draw.others, given[-1]):
+            raise self._differs(call, draw, (*call.shapes(), found[-1]))
         has_rows = any(kind.dim is not None for kind in draw.kinds)
         if has_rows and call.name in ONE_BY_ONE:
             result = self._row_by_row(number, call, draw)
@@ -101,9 +103,10 @@ class RowDraws(Numbered):
         )
 
     def ended(self, result: T) -> T:
-        number, draws = self.number("the end of the shard"), self._draws.each
-        if number < len(draws):
-            raise DrawsDiffer(f"randomness='rows': {draws[number]} is not always drawn. {DEPENDS}")
+        self.number("the end of the shard")
+        draws = self._draws.each
+        if self._most < len(draws) and self._count:  # where there are no rows, torch may draw nothing
+            raise DrawsDiffer(f"randomness='rows': {draws[self._most]} is not always drawn. {DEPENDS}")
         if self._repeats is not None and any(tensor.requires_grad for tensor in tensors_of_new(result)):
             raise RuntimeError(
                 f"randomness='rows': {self._repeats} is inside torch.utils.checkpoint, and a backward after this call "
@@ -136,15 +139,19 @@ class RowDraws(Numbered):
         """Draw for each row by itself, where what is drawn for one depends on the values of those before it."""
         parts, first = [], []
         for row in range(self._count):
-            kinds = iter(draw.kinds)
-            values = [
-                next(kinds).rows_of(argument.value, row, 1)
-                if isinstance(argument.value, torch.Tensor)
-                else argument.value
-                for argument in call.arguments
-            ]
+            kinds, values, written = iter(draw.kinds), [], []
+            for argument in call.arguments:
+                value = argument.value
+                if isinstance(value, torch.Tensor):
+                    value = next(kinds).rows_of(value, row, 1)
+                    if argument.is_written:  # some kernels take what they write to for contiguous
+                        written.append((value, value.clone(memory_format=torch.contiguous_format)))
+                        value = written[-1][1]
+                values.append(value)
             self.reseed(number, self._first + row)
             parts.append(each_of(call(values)))
+            for own, new in written:
+                own.copy_(new)
             first = values if row == 0 else first
         if not parts:
             return call()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fdp._execution.noted_draws import ROWS, Notes, joined
+from fdp._execution.noted_draws import Notes, joined, two_numbers
 from fdp._execution.row_draws import Draw, Draws, DrawsDiffer
 from fdp._execution.seeds import Seed
 from fdp._placement.peers import ALONE
@@ -16,7 +16,7 @@ from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.transfers import only
 from fdp._transforms.dry_run import APART, Fakes, problem_of
 from fdp._trees import torch_private
-from fdp._trees.tree import Flat, flatten, unflatten
+from fdp._trees.tree import Flat, flatten, tensors_in, unflatten
 from fdp._trees.types import AUTO, Function, Tree
 
 T = TypeVar("T")
@@ -87,8 +87,8 @@ def _kind(leaf: Any, spec: Any) -> Any:
 def _draws(call: RowCall) -> tuple[Draw, ...]:
     """Run the function with two numbers of rows, and see what it draws."""
     found = []
-    for rows in ROWS:
-        notes, log = Notes(), []
+    for rows in two_numbers(n for flat in call.flats for x in _tensors(flat) for n in x.shape):
+        notes, log = Notes(rows), []
         with _apart(call.where), Fakes() as fakes, only(log):
             fakes.has_graph = not torch_private.is_transformed()
             try:
@@ -103,6 +103,10 @@ def _draws(call: RowCall) -> tuple[Draw, ...]:
                 ) from error
         found.append(notes)
     return joined(found[0], found[1], call.where)
+
+
+def _tensors(flat: Flat) -> list[torch.Tensor]:
+    return tensors_in([leaf.shards if isinstance(leaf, Slots) else leaf for leaf in flat.leaves])
 
 
 def _apart(where: str) -> contextlib.AbstractContextManager[object]:

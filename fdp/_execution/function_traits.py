@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fdp._placement.slot import AXES, CALLS, Slot
+from fdp._trees.tracebacks import inside_boundary
 from fdp._trees.types import Function
 
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
@@ -180,6 +181,8 @@ def identity(fn: Any) -> Any:
         return fn.__code__
     while isinstance(fn, functools.partial):
         fn = fn.func
+    if type(fn) is types.FunctionType:
+        fn = inside_boundary(fn)
     # What `functional` makes has the same code for every module.
     own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == _FUNCTIONAL
     key = fn if own else getattr(fn, "__code__", fn)

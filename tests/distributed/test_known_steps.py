@@ -300,7 +300,7 @@ def both_fail(mesh: Any) -> Any:
         step(PARAMS, own(mesh))
     for _ in range(3):
         odd[0] = True
-        with pytest.raises((KeyError, ValueError), match="odd|argnums is 7"):
+        with pytest.raises((KeyError, ValueError), match=r"odd|argnums is 7"):
             (fdp.value_and_grad(fn, 7, devices=mesh) if mesh.rank else step)(PARAMS, own(mesh))
         odd[0] = False
     return messages(lambda: step(PARAMS, own(mesh))), step(PARAMS, own(mesh))

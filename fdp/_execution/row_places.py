@@ -48,7 +48,7 @@ RowOrders = dict[int, RowOrder]
 """The rows of a tensor, by the size of the dim that has them."""
 
 
-class Outcome(NamedTuple):
+class MadeOf(NamedTuple):
     """A tensor, and the operation that has made it."""
 
     tensor: torch.Tensor
@@ -74,7 +74,7 @@ class RowPlaces:
 
     def drawn(self, number: int, given: Sequence[torch.Tensor], made: torch.Tensor) -> None:
         """Note a draw."""
-        layouts = self._followed(Outcome(made, given, {}, 0))
+        layouts = self._followed(MadeOf(made, given, {}, 0))
         for size in self._sizes(made):
             layout = layouts.setdefault(size, self._outside(size))
             if layout.order != self._order:
@@ -96,9 +96,7 @@ class RowPlaces:
                 self._counted.update([id(tensor)] if id(given[0]) in self._counted else ())
                 if name in ("alias", "detach"):
                     self._layouts[id(tensor)] = self._of(given[0])  # also what is written later
-            layouts = (
-                _KINDS.get(name, RowPlaces._followed)(self, Outcome(tensor, given, values, index)) if given else {}
-            )
+            layouts = _KINDS.get(name, RowPlaces._followed)(self, MadeOf(tensor, given, values, index)) if given else {}
             self._keep(tensor, layouts, self._draws_in(given))
 
     def _keep(self, tensor: torch.Tensor, layouts: RowOrders, draws: frozenset[int]) -> None:
@@ -151,7 +149,7 @@ class RowPlaces:
 
     # ---- what operations do to rows
 
-    def _followed(self, made: Outcome) -> RowOrders:
+    def _followed(self, made: MadeOf) -> RowOrders:
         """They stay where they are. Beside others they are in no order, and so in a dim of a size that is new."""
         before, found = [self._of(x) for x in made.given], {}
         for size in (_PIECE, *self._sizes(made.tensor)):
@@ -164,7 +162,7 @@ class RowPlaces:
                 found[size] = RowOrder(b"", token=id(made.tensor))
         return found
 
-    def _sliced(self, made: Outcome) -> RowOrders:
+    def _sliced(self, made: MadeOf) -> RowOrders:
         source, values = made.given[0], made.values
         layout = self._rows_at(source, made.dim())
         if layout is None:
@@ -189,7 +187,7 @@ class RowPlaces:
             count if made.tensor.ndim == source.ndim and count in self._sizes(made.tensor) else _PIECE: part
         }
 
-    def _joined(self, made: Outcome) -> RowOrders:
+    def _joined(self, made: MadeOf) -> RowOrders:
         """By cat, or by stack."""
         is_new = made.tensor.ndim > made.given[0].ndim
         dim = made.values.get("dim", 0) % made.tensor.ndim
@@ -205,7 +203,7 @@ class RowPlaces:
         joined = _shortest(b"".join(known)) if len(known) == len(parts) else RowOrder(b"", token=id(made.tensor))
         return found | {size if size in self._sizes(made.tensor) else _PIECE: joined}
 
-    def _repeated(self, made: Outcome) -> RowOrders:
+    def _repeated(self, made: MadeOf) -> RowOrders:
         source, times = made.given[0], made.values["repeats"]
         found = {size: own for size, own in self._of(source).items() if size in self._sizes(made.tensor)}
         for size, count in zip(source.shape, times[len(times) - source.ndim :], strict=True):
@@ -215,7 +213,7 @@ class RowPlaces:
                 found[size * count] = RowOrder(b"", token=token) if token else _shortest(layout.elements() * count)
         return found
 
-    def _viewed(self, made: Outcome) -> RowOrders:
+    def _viewed(self, made: MadeOf) -> RowOrders:
         """The rows of a tensor's elements in turn, and where they are then."""
         source, view = made.given[0], made.tensor
         dims = [i for i, n in enumerate(source.shape) if n in self._of(source)]
@@ -234,14 +232,14 @@ class RowPlaces:
                     return {size: _shortest(part, each // inner)}
         return {size: RowOrder(b"", token=INSIDE) for size in self._sizes(view)}
 
-    def _strided(self, made: Outcome) -> RowOrders:
+    def _strided(self, made: MadeOf) -> RowOrders:
         source, view = made.given[0], made.tensor
         pairs = [sorted(zip(x.shape, x.stride(), strict=True)) for x in (source, view)]
         if pairs[0] == pairs[1] and source.storage_offset() == view.storage_offset():
             return self._followed(made)
         return {size: RowOrder(b"", token=id(view)) for size in self._sizes(view)} if self._of(source) else {}
 
-    def _moved(self, made: Outcome) -> RowOrders:
+    def _moved(self, made: MadeOf) -> RowOrders:
         """By an index, or along a dim: rows are in an order of its own."""
         source, values = made.given[0], made.values
         rows = [i for i, n in enumerate(source.shape) if n in self._of(source)]
@@ -259,7 +257,7 @@ class RowPlaces:
         token = (*map(id, by), str(values.get("shifts")))
         return {size: RowOrder(b"", token=token) for size in self._sizes(made.tensor)}
 
-    def _looked_up(self, made: Outcome) -> RowOrders:
+    def _looked_up(self, made: MadeOf) -> RowOrders:
         weight, indices = made.given[0], made.values["indices"]
         return (
             self._moved(made._replace(values={"index": indices, "dim": 0}))
@@ -268,7 +266,7 @@ class RowPlaces:
         )
 
 
-_KINDS: dict[str, Callable[[RowPlaces, Outcome], RowOrders]] = {
+_KINDS: dict[str, Callable[[RowPlaces, MadeOf], RowOrders]] = {
     **dict.fromkeys(["slice", "select", "split", "split_with_sizes", "unsafe_split", "unbind"], RowPlaces._sliced),
     **dict.fromkeys(["unsafe_split_with_sizes"], RowPlaces._sliced),
     **dict.fromkeys(["cat", "stack"], RowPlaces._joined),

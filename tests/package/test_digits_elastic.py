@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "digits_elastic.py"
@@ -25,9 +27,11 @@ def _what_the_example_needs() -> None:
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    return importlib.import_module("digits_elastic")
+    before = torch.get_num_threads()
+    yield importlib.import_module("digits_elastic")
+    torch.set_num_threads(before)
 
 
 def is_there(group: int) -> bool:
@@ -98,13 +102,32 @@ def test_a_disagreement_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    def run(on: Any, folder: Path, steps: int, seed: int, kill: Any = None) -> Any:
-        found = [example.Note(1, step, 1 / (step + 1)) for step in range(steps)]
-        return change(found) if folder.name == "killed" else found
+    def numbers(steps: int) -> list[Any]:
+        return [example.Note(1, step, 1 / (step + 1)) for step in range(steps)]
 
+    def train(slots: int, folder: Path, steps: int, seed: int) -> None:
+        for each in numbers(steps):
+            example.write(folder / "rank-0", each)
+
+    def run(on: Any, folder: Path, steps: int, seed: int, kill: Any) -> Any:
+        return change(numbers(steps))
+
+    monkeypatch.setattr(example, "train", train)
     monkeypatch.setattr(example, "run", run)
     assert example.main(["--layouts", "1x1,2x2", "--steps", "20", "--output", str(tmp_path / "elastic.png")]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(example, "train", interrupted)
+    assert example.main(["--output", str(tmp_path / "elastic.png")]) == 130
+    assert capsys.readouterr().err == "digits_elastic.py: stopped\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,15 @@ class Numbered(TorchDispatchMode):
         self.slot, self._seed, self._generators = slot, seed, generators_of(slot.device)
         self._numbers: dict[int, int] = {}
         self._states: dict[int, list[bytes]] = {}
-        self._go_to(0)
+        self.go_to(0)
 
     def draw(self, number: int, call: "Called") -> Any:
         """Make the draw with a number."""
         raise NotImplementedError
+
+    def which(self, number: int, call: "Called") -> int:
+        """The number of the draw that this is, where `number` comes next."""
+        return number
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What is no draw."""
@@ -66,9 +70,9 @@ class Numbered(TorchDispatchMode):
                 f"randomness='rows': {func} draws from a generator of its own{where_called()}, whose numbers cannot be "
                 "shared out to rows. Draw without generator=, from the seed of the call"
             )
-        number = self.number(str(func))
+        number = self.which(self.number(str(func)), call)
         result = self.draw(number, call)
-        self._go_to(number + 1)
+        self.go_to(number + 1)
         return result
 
     def number(self, name: str) -> int:
@@ -82,7 +86,7 @@ class Numbered(TorchDispatchMode):
             )
         return number
 
-    def _go_to(self, number: int) -> None:
+    def go_to(self, number: int) -> None:
         self.reseed(number)
         self._numbers[torch.default_generator.initial_seed()] = number
         if number not in self._states:

@@ -42,6 +42,8 @@ class Notes:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
+        self.items: dict[int, int] = {}
+        """The rows of tensors that are, each, of one."""
         self.each: dict[int, Noted] = {}
         self.problems: dict[int, str] = {}
         """Why a place in a draw does not say which row it is for."""
@@ -57,7 +59,7 @@ class Noting(Numbered):
     def __init__(self, notes: Notes, seed: int, slot: Slot) -> None:
         super().__init__(seed, slot)
         self._notes = notes
-        self._places = RowPlaces(notes.rows, notes.problems)
+        self._places = RowPlaces(notes.rows, notes.items, notes.problems)
 
     def draw(self, number: int, call: Called) -> Any:
         result = torch.empty_like(call.arguments[0].value) if call.name in _LIKE_THE_FIRST else call()

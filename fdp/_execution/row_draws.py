@@ -81,9 +81,8 @@ class RowDraws(Numbered):
         if torch.is_grad_enabled() and self._repeats is None and _is_checkpointed():
             self._repeats = draw
         given = tuple(kind.of(self._count) for kind in draw.kinds)
-        found = str(call.func), call.shapes(), call.others, call.size(given[-1])
-        if found != (draw.name, given[: -draw.results], draw.others, given[-1]):
-            raise self._differs(call, draw, (*call.shapes(), found[-1]))
+        if not self._is(call, draw):
+            raise self._differs(call, draw, (*call.shapes(), call.size(given[-1])))
         has_rows = any(kind.dim is not None for kind in draw.kinds)
         if has_rows and call.name in ONE_BY_ONE:
             result = self._row_by_row(number, call, draw)
@@ -94,6 +93,23 @@ class RowDraws(Numbered):
         if call.shapes(result) != given:
             raise self._differs(call, draw, call.shapes(result))
         return result
+
+    def _is(self, call: Called, draw: Draw) -> bool:
+        given = tuple(kind.of(self._count) for kind in draw.kinds)
+        found = str(call.func), call.shapes(), call.others, call.size(given[-1])
+        return found == (draw.name, given[: -draw.results], draw.others, given[-1])
+
+    def which(self, number: int, call: Called) -> int:
+        """Where there are no rows, torch may leave out draws for them."""
+        if self._count:
+            return number
+        for i, draw in enumerate(self._draws.each[number:], number):
+            if self._is(call, draw):
+                self.go_to(i)
+                return i
+            if all(kind.dim is None for kind in draw.kinds):
+                break
+        return number
 
     def _differs(self, call: Called, draw: Draw, shapes: tuple[tuple[int, ...], ...]) -> DrawsDiffer:
         shape = f" of shape {list(shapes[-1])}" if shapes else ""

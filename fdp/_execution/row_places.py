@@ -63,11 +63,11 @@ class MadeOf(NamedTuple):
 class RowPlaces:
     """The rows, and the draws, that are in each tensor of a run. These have no data, and are kept until it ends."""
 
-    def __init__(self, rows: int, problems: dict[int, str]) -> None:
+    def __init__(self, rows: int, items: dict[int, int], problems: dict[int, str]) -> None:
         self._problems = problems  # of draws, by their numbers
         self._rows, self._order = rows, bytes(range(rows))
         self._kept: list[torch.Tensor] = []
-        self._layouts: dict[int, RowOrders] = {}
+        self._layouts = {item: {_PIECE: RowOrder(bytes([row]))} for item, row in items.items()}
         self._draws: dict[int, frozenset[int]] = {}
         self._roots: dict[int, torch.Tensor] = {}  # what a tensor is a view of
         self._counted: set[int] = set()  # 0, 1, 2, ... for all rows
@@ -109,7 +109,7 @@ class RowPlaces:
         root = self._root(tensor)
         if draws:
             self._draws[id(root)] = self._draws_in([root]) | draws
-        if root is not tensor and layouts:  # it may have been written to
+        if root is not tensor and layouts.keys() - {_PIECE}:  # it may have been written to
             for size in self._sizes(root):
                 self._of(root).setdefault(size, layouts.get(size, RowOrder(b"", token=id(root))))
 
@@ -145,6 +145,8 @@ class RowPlaces:
         """Of a piece of them only where it has its dim."""
         layouts, size = self._of(tensor), tensor.shape[dim] if tensor.ndim else 1
         piece = layouts.get(_PIECE)
+        if piece is not None and len(piece.order) == 1:
+            piece = RowOrder(piece.order, size)  # all of it is of one row
         return layouts.get(size) or (piece if piece and len(piece.order) * piece.each == size else None)
 
     # ---- what operations do to rows

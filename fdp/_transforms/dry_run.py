@@ -50,6 +50,8 @@ class Apart:
                 self._stance = torch.compiler.set_stance("force_eager")
                 self._apply, nn.Module._apply = nn.Module._apply, _apply_nowhere_else(nn.Module._apply)
                 self._validates = torch_private.set_validate_args(False)
+                self._anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+                torch.autograd.set_detect_anomaly(self._anomalies[0], check_nan=False)  # there are no values to look at
             self._count += 1
 
     def __exit__(self, *exception: Any) -> None:
@@ -58,6 +60,7 @@ class Apart:
             if self._count == 0:
                 nn.Module._apply = self._apply
                 torch_private.set_validate_args(self._validates)
+                torch.autograd.set_detect_anomaly(*self._anomalies)
                 self._stance.__exit__(*exception)
 
 

@@ -16,7 +16,7 @@ from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.transfers import only
 from fdp._transforms.dry_run import APART, Fakes, problem_of
 from fdp._trees import torch_private
-from fdp._trees.tree import Flat, flatten, tensors_in, unflatten
+from fdp._trees.tree import Flat, flatten, tensors_in, tree_map, unflatten
 from fdp._trees.types import AUTO, Function, Tree
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def _draws(call: RowCall) -> tuple[Draw, ...]:
         with _apart(call.where), Fakes() as fakes, only(log):
             fakes.has_graph = not torch_private.is_transformed()
             try:
-                trees = [_tree(flat, rows, fakes, call.where) for flat in call.flats]
+                trees = [_tree(flat, notes, fakes, call.where) for flat in call.flats]
                 call.again(trees, Seed(0, "rows", notes))
             except Exception as error:
                 if type(error) is RuntimeError and "randomness='rows'" in str(error):
@@ -109,6 +109,15 @@ def _tensors(flat: Flat) -> list[torch.Tensor]:
     return tensors_in([leaf.shards if isinstance(leaf, Slots) else leaf for leaf in flat.leaves])
 
 
+def _item(item: Tree, row: int, notes: Notes, fakes: Fakes) -> Tree:
+    """The tree of a row, whose tensors are of no other."""
+    own = tree_map(
+        lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, fakes.of(item)
+    )
+    notes.items.update(dict.fromkeys(map(id, tensors_in(own)), row))
+    return own
+
+
 def _apart(where: str) -> contextlib.AbstractContextManager[object]:
     try:
         APART.__enter__()
@@ -121,26 +130,26 @@ def _apart(where: str) -> contextlib.AbstractContextManager[object]:
     return stack
 
 
-def _tree(flat: Flat, rows: int, fakes: Fakes, where: str) -> Tree:
+def _tree(flat: Flat, notes: Notes, fakes: Fakes, where: str) -> Tree:
     """An argument with so many rows, without data."""
     pairs = zip(flat.leaves, flat.specs, strict=True)
-    return unflatten(flat.structure, [_leaf(leaf, spec, rows, fakes, where) for leaf, spec in pairs])
+    return unflatten(flat.structure, [_leaf(leaf, spec, notes, fakes, where) for leaf, spec in pairs])
 
 
-def _leaf(leaf: Any, spec: Any, rows: int, fakes: Fakes, where: str) -> Any:
+def _leaf(leaf: Any, spec: Any, notes: Notes, fakes: Fakes, where: str) -> Any:
     if isinstance(leaf, Slots):
         known = isinstance(leaf, Sharded) and (leaf.sizes is not None or spec is not None)
         dims = spec if leaf.dims is AUTO else leaf.dims
         flat = flatten(leaf.shards[0], "shard", dims if known else None)
-        one = {"shards": (_tree(flat, rows, fakes, where),), "devices": leaf.devices[:1], "peers": ALONE}
-        return dataclasses.replace(leaf, **one, sizes=(rows,) if known else None)
+        one = {"shards": (_tree(flat, notes, fakes, where),), "devices": leaf.devices[:1], "peers": ALONE}
+        return dataclasses.replace(leaf, **one, sizes=(notes.rows,) if known else None)
     if spec == "items":
-        return type(leaf)(fakes.of([leaf[i % len(leaf)] for i in range(rows)]))
+        return type(leaf)([_item(leaf[i % len(leaf)], i, notes, fakes) for i in range(notes.rows)])
     if spec is None or not isinstance(leaf, torch.Tensor):
         return fakes.of(leaf)
     if leaf.layout is not torch.strided:
         raise RuntimeError(f"{where}: randomness='rows': the rows of a tensor of layout {leaf.layout} are not known")
     shape = list(leaf.shape)
-    shape[spec] = rows
+    shape[spec] = notes.rows
     fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
     return fake.requires_grad_() if leaf.requires_grad and fakes.has_graph else fake

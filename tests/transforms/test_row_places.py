@@ -141,6 +141,45 @@ def test_numbers_that_are_drawn_once_more():
     torch.testing.assert_close(fdp.dp_apply(forked, W, X, fdp.virtual_devices(3), **ROWS), want)
 
 
+def test_rows_of_a_list():
+    def run(function: Callable[..., Tensor], devices: Any) -> Tensor:
+        return fdp.dp_apply(function, W, list(X), devices, in_dims="items", **ROWS)
+
+    def padded(w: Tensor, items: list[Tensor]) -> Tensor:
+        return F.dropout(torch.nn.utils.rnn.pad_sequence(items, batch_first=True) @ w)
+
+    def joined(w: Tensor, items: list[Tensor]) -> Tensor:
+        return F.dropout(torch.cat(items) @ w).view(-1, 6, 8)
+
+    for function in (padded, joined):
+        torch.testing.assert_close(run(function, fdp.virtual_devices(3)), run(function, "cpu"))
+    with pytest.raises(RuntimeError, match="have changed places"):
+        run(lambda w, items: F.dropout(torch.stack(items[::-1])).flip(0), fdp.virtual_devices(2))
+
+
+def test_slots_without_rows():
+    """Of no rows torch draws nothing for a dropout: what comes afterwards is the same draw still."""
+
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(x) @ F.dropout(w) + uniform(len(x), 1, 1)
+
+    def run(slots: int) -> Tensor:
+        devices = fdp.virtual_devices(slots)
+        held = fdp.scatter(X[:2], devices, keep_empty=True)
+        found = fdp.parallel_apply(noisy, fdp.replicate(W, devices), held, **ROWS)
+        assert isinstance(found, fdp.Sharded)
+        return torch.cat(found.shards)
+
+    torch.testing.assert_close(run(4), run(1))
+
+
+def test_anomaly_detection_around():
+    with torch.autograd.set_detect_anomaly(True):
+        step = fdp.grad(lambda w, x: F.dropout(x @ w).mean(), devices=fdp.virtual_devices(2), **ROWS)
+        assert step(W, X).isfinite().all()
+        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, True)
+
+
 def test_no_rows():
     for function in (lambda w, x: F.dropout(x @ w), lambda w, x: x * uniform(len(x), 1, 1)):
         for devices in ("cpu", fdp.virtual_devices(2)):

@@ -69,6 +69,9 @@ class Batches:
             "batch_size": _whole("Batches", "batch_size", self.batch_size, 1, "a number of rows"),
             "seed": _whole("Batches", "seed", self.seed, None, "a whole number"),
         }
+        for name in ("shuffle", "drop_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Batches: {name} must be True or False, got {quoted(getattr(self, name))}")
         for name, value in wanted.items():
             object.__setattr__(self, name, value)
         if not self.per_epoch:

@@ -112,10 +112,11 @@ class RowDraws(Numbered):
         return number
 
     def _differs(self, call: Called, draw: Draw, shapes: tuple[tuple[int, ...], ...]) -> DrawsDiffer:
-        shape = f" of shape {list(shapes[-1])}" if shapes else ""
+        found = f"{call.func} of shape {list(shapes[-1])}" if shapes else str(call.func)
+        others = f" with {_text(call.others)} in place of {_text(draw.others)}"
         return DrawsDiffer(
-            f"randomness='rows': {call.func}{shape}{where_called()} was to be {draw}, and there are {self._count} rows "
-            f"here. {DEPENDS}"
+            f"randomness='rows': {found}{others * (draw.others != call.others)}{where_called()} was to be {draw}, and "
+            f"there are {self._count} rows here. {DEPENDS}"
         )
 
     def ended(self, result: T) -> T:
@@ -212,6 +213,10 @@ AT_ONCE = frozenset(
     ]
 )
 """These take the same for each element, whatever the values."""
+
+
+def _text(others: tuple[Any, ...]) -> str:
+    return ", ".join(str(other) for other in others if other is not None) or "defaults"
 
 
 def _is_checkpointed() -> bool:

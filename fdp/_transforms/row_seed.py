@@ -21,6 +21,11 @@ from fdp._trees.types import AUTO, Function, Tree
 
 T = TypeVar("T")
 _NOTED: "weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Draw, ...]]]" = weakref.WeakKeyDictionary()
+_CHANGED = (
+    "if the function draws something else than in calls before, as a module does after .train(): fdp looks at it anew "
+    "in the next call. In several processes, and in parallel_apply, it does not make a call twice. Take a function of "
+    "its own for each"
+)
 _MOST = 64  # of a function; the oldest go first
 
 
@@ -52,9 +57,10 @@ def with_rows(seed: Seed | None, row_call: Callable[[], RowCall], run: Callable[
     if found is not None:
         try:
             return run(seed._replace(draws=Draws(found, call.rows)))
-        except DrawsDiffer:  # it has changed, as a module does by .train()
+        except DrawsDiffer as error:  # it has changed, as a module does by .train()
             noted.pop(key, None)
             if not call.repeats:
+                error.add_note(_CHANGED)
                 raise
     draws = noted[key] = _draws(call)
     for old in list(noted)[:-_MOST]:

@@ -41,8 +41,11 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
 
     Raises:
         ValueError: An incomplete environment, fewer accelerators than processes, an unknown backend.
+        TypeError: A backend that is no name.
         RuntimeError: The processes do not find each other in time, or the port is in use.
     """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"init: backend must be a name such as 'gloo', got {backend!r}. Devices are init(devices=...)")
     limit = _limit(timeout)
     alone = "RANK" not in os.environ and not dist.is_initialized()
     slots = as_devices(_own_share() if devices is None else devices, "init")

@@ -426,9 +426,10 @@ def test_a_process_that_nobody_joins():
         (("WORLD_SIZE",), None, "ValueError: init: RANK is set, but not WORLD_SIZE. Start the program by torchrun"),
         ((), "carrier-pigeon", "ValueError: init: there is no backend 'carrier-pigeon' here; there is "),
         ((), "cpu:gloo,cuda:no", "ValueError: init: there is no backend 'no' here"),
+        ((), 2, "TypeError: init: backend must be a name such as 'gloo', got 2. Devices are init(devices=...)"),
     ],
 )
-def test_slips_that_need_nobody_else(missing: Sequence[str], backend: str | None, message: str):
+def test_slips_that_need_nobody_else(missing: Sequence[str], backend: Any, message: str):
     found, seconds = refused(joining(0, 1) | dict.fromkeys(missing), backend=backend, timeout=5.0)
     assert message in found
     assert seconds < 1

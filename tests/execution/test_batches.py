@@ -209,3 +209,8 @@ def test_inside_of_functions_that_are_transformed_or_only_looked_at():
         batches = fdp.Batches(23, 6)
         around(torch.ones(2))
         torch.testing.assert_close(total(None, torch.ones(())), want)
+
+
+def test_yes_or_no_is_a_bool():
+    with pytest.raises(TypeError, match=r"Batches: shuffle must be True or False, got 'no'"):
+        fdp.Batches(5, 2, shuffle="no")  # type: ignore[arg-type]

@@ -189,6 +189,26 @@ def test_a_module_that_changes_between_train_and_eval():
     assert not torch.equal(first, second)
 
 
+def test_a_module_that_changes_where_a_call_is_not_made_twice():
+    module, held = nn.Dropout(0.5), fdp.scatter(X, fdp.virtual_devices(2))
+
+    def run() -> Tensor:
+        shards = fdp.parallel_apply(call, held, **ROWS)
+        assert isinstance(shards, fdp.Sharded)
+        return torch.cat(shards.shards)
+
+    def call(x: Tensor) -> Tensor:
+        return module(x)
+
+    run()
+    module.p = 0.2
+    with pytest.raises(RuntimeError, match=r"with 0\.8 in place of defaults") as refusal:
+        run()
+    assert any("looks at it anew in the next call" in note for note in refusal.value.__notes__)
+    want = fdp.dp_apply(lambda _, x: module(x), None, X, "cpu", **ROWS)
+    torch.testing.assert_close(run(), want)
+
+
 def test_a_function_that_is_made_anew_each_time():
     def run(devices: Any) -> list[Tensor]:
         each = [lambda w, x: x, drop, lambda w, x: drop(w, drop(w, x))]

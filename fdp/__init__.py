@@ -35,12 +35,12 @@ from fdp._placement.transfers import Transfer as Transfer
 from fdp._placement.transfers import transfers as transfers
 from fdp._placement.visualize import visualize as visualize
 from fdp._transforms.apply import dp_apply as dp_apply
-from fdp._transforms.apply import parallel_apply as parallel_apply
 from fdp._transforms.apply import shard_map as shard_map
 from fdp._transforms.explain import explain as explain
 from fdp._transforms.grad import grad as grad
 from fdp._transforms.grad import grad_and_value as grad_and_value
 from fdp._transforms.grad import value_and_grad as value_and_grad
+from fdp._transforms.parallel_apply import parallel_apply as parallel_apply
 from fdp._trees.types import AUTO as AUTO
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel

@@ -1,15 +1,20 @@
 """What each shard counts in the mean that a loss is."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fdp._collectives.lockstep import Task
+from fdp._collectives.run import run_all
+from fdp._execution.executor import Mode
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import layers
-from fdp._transforms.call import Shard
+from fdp._transforms.call import Call, Shard
 from fdp._transforms.shard_grad import Problem, args_with, inputs_of, needs_transform, recording
-from fdp._trees.types import Function
+from fdp._trees.types import Function, Reduction
 
 
 class Counts(NamedTuple):
@@ -21,6 +26,38 @@ class Counts(NamedTuple):
     def share(self, index: int) -> float:
         """The part of a shard in the whole."""
         return self.own[index] / self.whole()
+
+
+def weights_of(
+    problem: Problem, call: Call, shards: Sequence[Shard], reduction: Reduction, count: Function | None
+) -> Counts:
+    """What each shard counts in the loss: its rows, or what `count` says."""
+    sizes = call.partition.sizes
+    if reduction == "sum":
+        return Counts([1] * len(shards), lambda: 1)
+    if count is None:
+        if sizes is None and len(shards) > 1:
+            raise ValueError(f"{problem.where}: the rows of the shards are not known; pass count, or reduction='sum'")
+        own: Sequence[float] = sizes if sizes is not None else [1]
+
+        def rows() -> float:
+            whole = 1 if sizes is None else call.peers.rows(sum(sizes))
+            if whole == 0:
+                raise ValueError(f"{problem.where}: there are no rows, and the mean over zero rows is not defined")
+            return whole
+
+        if sum(own) == 0:
+            rows()
+        return Counts(own, rows)
+    tasks = [Task(functools.partial(count_of, problem, count), shard) for shard in shards]
+    slots = call.places()
+    own = run_all(tasks, slots, Mode("sequential", None, count, peers=call.peers))
+    if not all(math.isfinite(weight) and weight >= 0 for weight in own):
+        raise ValueError(f"{problem.where}: count must return a finite number that is not negative, got {own}")
+    whole = call.peers.total(sum(own), f"count of {problem.where}")
+    if whole == 0:
+        raise ValueError(f"{problem.where}: count is zero on all shards, and the mean over nothing is not defined")
+    return Counts(own, lambda: whole)
 
 
 def count_of(problem: Problem, count: Function, shard: Shard) -> float:

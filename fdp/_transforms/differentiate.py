@@ -3,41 +3,26 @@
 import contextlib
 import dataclasses
 import functools
-import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run, run_all
 from fdp._execution.executor import Mode
-from fdp._execution.function_traits import meets
-from fdp._execution.restart import Again, Anew, forget_restarts
+from fdp._execution.restart import Anew, forget_restarts
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
 from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
-from fdp._placement.slot import Slot
 from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
-from fdp._transforms.call import Call, Shard, bind
-from fdp._transforms.counts import Counts, count_of
+from fdp._transforms.call import Call, bind
+from fdp._transforms.counts import Counts, weights_of
 from fdp._transforms.row_seed import with_rows
-from fdp._transforms.shard_grad import (
-    Out,
-    Problem,
-    ShardResult,
-    Watch,
-    forward,
-    is_tracking,
-    joint,
-    needs_transform,
-    transformed,
-)
+from fdp._transforms.shard_grad import Out, Problem, ShardResult, is_tracking
+from fdp._transforms.shards import ShardGradients
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import (
     AUTO,
@@ -147,32 +132,25 @@ class Differentiation:
             same = dataclasses.replace(self, **one, aux_dims="list", output_device=None)
             return same._compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
 
-        own = (
-            [call.flats[i] for i in positions],
-            [call.plan.args[i] for i in positions],
-            call.partition,
-            target,
-            self.reduce_dtype,
-        )
         with call.peers.part():
             row_call = functools.partial(call.row_call, self.fn, self._options, again)
             found, gradients = with_rows(
-                self._options.seed, row_call, lambda seed: self._step(call, positions, Gradients(*own), seed)
+                self._options.seed, row_call, functools.partial(self._step, call, positions, target)
             )
         value, rest = found()
         grads = gradients.finish()
         return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
     def _step(
-        self, call: Call, positions: tuple[int, ...], gradients: Gradients, seed: Seed | None
+        self, call: Call, positions: tuple[int, ...], target: torch.device | None, seed: Seed | None
     ) -> tuple[Callable[[], tuple[torch.Tensor, Tree]], Gradients]:
         """Place, run, sum."""
         outs: list[Any] = [None] * len(call.partition.slots)
         aliases: list[torch.Tensor] = []
+        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
+        gradients = Gradients(*own, target, self.reduce_dtype)
         shards, check = call.place()
-        check_differentiable(
-            [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition, self.where
-        )
+        check_differentiable(*own, self.where)
 
         def take(i: int, result: ShardResult) -> None:
             outs[i] = result.out
@@ -181,11 +159,17 @@ class Differentiation:
 
         problem = Problem(self.where, self.fn, positions, self.has_aux)
         watch = functools.partial(call.peers.during_backward, gradients)
-        weights = self._run(problem, call, shards, check.given, take, seed, watch)
+        if self.create_graph and not is_tracking():
+            raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
+        weights = weights_of(problem, call, shards, self.reduction, self.count)
+        shares = [functools.partial(weights.share, i) for i in range(len(shards))]
+        mode = Mode(self.executor, seed, self.fn, peers=call.peers, timings=call.plan.timings)
+        ShardGradients(problem, call.partition, shards, shares, call.places(), mode, self.create_graph).run(
+            check.given, take, watch
+        )
         check.check(self.where)
         loss, aux = self._joined(outs, call, weights)
-        device = call.device if self.output_device is None else as_device(self.output_device, self.where)
-        return call.peers.reduce(loss, aux, gradients, aliases, device, self.where), gradients
+        return call.peers.reduce(loss, aux, gradients, aliases, target or call.device, self.where), gradients
 
     def _joined(self, outs: Sequence[Out], call: Call, weights: Counts) -> tuple[Joined, Joined | None]:
         """How the losses become one, and what else the shards have returned."""
@@ -216,152 +200,7 @@ class Differentiation:
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
 
-    def _weights(self, problem: Problem, call: Call, shards: Sequence[Shard]) -> Counts:
-        """What each shard counts in the loss: its rows, or what `count` says."""
-        sizes = call.partition.sizes
-        if self.reduction == "sum":
-            return Counts([1] * len(shards), lambda: 1)
-        if self.count is None:
-            if sizes is None and len(shards) > 1:
-                raise ValueError(f"{self.where}: the rows of the shards are not known; pass count, or reduction='sum'")
-            own: Sequence[float] = sizes if sizes is not None else [1]
-
-            def rows() -> float:
-                whole = 1 if sizes is None else call.peers.rows(sum(sizes))
-                if whole == 0:
-                    raise ValueError(f"{self.where}: there are no rows, and the mean over zero rows is not defined")
-                return whole
-
-            if sum(own) == 0:
-                rows()
-            return Counts(own, rows)
-        tasks = [Task(functools.partial(count_of, problem, self.count), shard) for shard in shards]
-        slots = call.places()
-        own = run_all(tasks, slots, Mode("sequential", None, self.count, peers=call.peers))
-        if not all(math.isfinite(weight) and weight >= 0 for weight in own):
-            raise ValueError(f"{self.where}: count must return a finite number that is not negative, got {own}")
-        whole = call.peers.total(sum(own), f"count of {self.where}")
-        if whole == 0:
-            raise ValueError(f"{self.where}: count is zero on all shards, and the mean over nothing is not defined")
-        return Counts(own, lambda: whole)
-
-    def _run(
-        self,
-        problem: Problem,
-        call: Call,
-        shards: Sequence[Shard],
-        given: Sequence[torch.Tensor],
-        take: Callable[[int, ShardResult], None],
-        seed: Seed | None,
-        watch: Watch,
-    ) -> Counts:
-        """Find each shard's loss and gradients, seeded with its share of the whole before the backward.
-
-        `watch` is around the last backward, if there is one.
-        """
-        weights = self._weights(problem, call, shards)
-        shares = [functools.partial(weights.share, i) for i in range(len(shards))]
-        slots = call.places()
-        mode = Mode(self.executor, seed, self.fn, peers=call.peers, timings=call.plan.timings)
-        if self.create_graph and not is_tracking():
-            raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        last = watch if len(set(call.partition.slots)) == 1 else None
-        self._run_shards(problem, call, shards, given, shares, slots, mode, take, last)
-        return weights
-
-    def _run_shards(
-        self,
-        problem: Problem,
-        call: Call,
-        shards: Sequence[Shard],
-        given: Sequence[torch.Tensor],
-        shares: Sequence[Callable[[], float]],
-        slots: Sequence[Slot],
-        mode: Mode,
-        take: Callable[[int, ShardResult], None],
-        watch: Watch | None,
-    ) -> None:
-        if needs_transform(given):
-            tasks = [
-                Task(functools.partial(transformed, problem, share, self.create_graph), shard)
-                for share, shard in zip(shares, shards, strict=True)
-            ]
-            return run(tasks, slots, mode, take)
-        watches = [None] * (len(shards) - 1) + [watch] * bool(shards)
-        attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
-        graph = True if attached else self.create_graph
-        draws_rows = (
-            mode.seed is not None and mode.seed.draws is not None
-        )  # also in a backward, so each shard has its own
-        if draws_rows or meets(self.fn) or all(device.type in ("cpu", "meta") for device in call.partition.devices):
-            # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
-            tasks = [
-                Task(functools.partial(self._alone, problem, attached, share, graph, last), shard)
-                for share, shard, last in zip(shares, shards, watches, strict=True)
-            ]
-            return run(tasks, slots, mode, take)
-        forwards = [
-            Task(functools.partial(forward, problem, attached=attached, graph=graph), shard) for shard in shards
-        ]
-        taken, name = False, ""
-        try:
-            for batch in _rounds(call.partition.slots):
-                losses = run_all([forwards[i] for i in batch], [slots[i] for i in batch], mode._replace(apart=True))
-                with _noting([slots[i] for i in batch]):
-                    results = joint(self.where, losses, [shares[i]() for i in batch], graph, watches[batch[-1]])[::-1]
-                taken = True
-                for i in batch:
-                    take(i, results.pop())  # which lets go of each: it may then be added to in place
-            return
-        except Again as need:  # one backward for all would wait for itself
-            name = need.name
-        if taken:
-            raise RuntimeError(f"{self.where}: {name} is called in some microbatches and not in the first")
-        self._run_shards(problem, call, shards, given, shares, slots, mode, take, watch)
-
-    def _alone(
-        self,
-        problem: Problem,
-        attached: bool,
-        share: Callable[[], float],
-        create_graph: bool | None,
-        watch: Watch | None,
-        shard: Shard,
-    ) -> ShardResult:
-        found = forward(problem, shard, attached=attached, graph=create_graph)
-        return joint(self.where, [found], [share()], create_graph, watch)[0]
-
-
-@contextlib.contextmanager
-def _noting(slots: Sequence[Slot]) -> Iterator[None]:
-    """A failure in the backward of several shards says so: which of them it was in, autograd does not tell."""
-    try:
-        yield
-    except Exception as error:
-        where = ", ".join(dict.fromkeys(str(slot.device) for slot in slots))
-        with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
-            error.add_note(
-                str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
-            )
-        raise
-
-
-_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
-
 
 def _is_device(value: Any) -> bool:
     each = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(x, torch.device | str) for x in each)
-
-
-def _rounds(slots: Sequence[int]) -> list[list[int]]:
-    """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on."""
-    seen: dict[int, int] = {}
-    rounds: list[list[int]] = []
-    for i, slot in enumerate(slots):
-        number = seen.get(slot, 0)
-        seen[slot] = number + 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(i)
-    return rounds

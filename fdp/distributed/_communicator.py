@@ -14,6 +14,7 @@ from fdp._placement.moves import bytes_of
 from fdp._placement.slot import text_of
 from fdp._trees import torch_private
 from fdp.distributed._buckets import Packing, kind_of
+from fdp.distributed._notices import NOTICES, Notices
 from fdp.distributed._underway import PendingOperation
 
 
@@ -32,11 +33,19 @@ Elsewhere.__module__ = "builtins"
 class Communicator:
     """Some processes, by their ranks in the mesh, and the group in which they talk."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, width: int, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        rank: int,
+        width: int,
+        timeout: datetime.timedelta,
+        notices: Notices = NOTICES,
+    ) -> None:
         self.group: Any = group
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.rank: int = rank
-        self._width, self._timeout = width, timeout
+        self._width, self._timeout, self._notices = width, timeout, notices
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
@@ -166,7 +175,23 @@ class Communicator:
                 work = operation()
                 return lambda: self._wait(name, work.wait)
             own = PendingOperation(operation, self.group, self.ranks, self.rank)
-        return lambda: self._wait(name, lambda: own.wait(self._timeout, self.meanwhile), own)
+        return lambda: self._wait(name, lambda: own.wait(self._timeout, self._meanwhile(name, own)), own)
+
+    def _meanwhile(self, name: str, operation: PendingOperation) -> Callable[[], None]:
+        """What is done again and again while an operation is waited for."""
+        say = self._notices.begin()
+
+        def text(seconds: float) -> str | None:
+            late, limit = operation.late(self._timeout), self._timeout.total_seconds()
+            waited = f"{name}: process {self.rank} has waited {seconds:.0f} s"
+            return late and f"fdp: {waited} of at most {limit:g} s for {late}"
+
+        def meanwhile() -> None:
+            if self.meanwhile is not None:
+                self.meanwhile()
+            say(text)
+
+        return meanwhile
 
     def _wait(self, name: str, wait: Callable[[], Any], operation: PendingOperation | None = None) -> None:
         with self._explained(name, operation):

@@ -61,6 +61,19 @@ class PendingOperation:
         each = [f"process {_list(absent)} had not come"] * bool(absent) + [f"process {_list(came)} had"] * bool(came)
         return f": {', '.join(each)}"
 
+    def late(self, limit: datetime.timedelta) -> str | None:
+        """Who is waited for, as far as that is known; None if nobody is any more."""
+        others = [rank for rank in self._ranks if rank != self._rank]
+        absent = self._absent(others, limit)
+        if self._work.is_completed():
+            return None
+        if absent is None:
+            return f"process {_list(others)}. Which of them have come is not known, since the store does not answer"
+        if not absent:
+            return f"process {_list(others)}. All have come, and the operation has not ended"
+        came = [rank for rank in others if rank not in absent]
+        return f"process {_list(absent)}" + f". Process {_list(came)} has come" * bool(came)
+
     def _absent(self, others: list[int], limit: datetime.timedelta) -> list[int] | None:
         """Those that have not said that they wait here, None if nobody can tell."""
         patience = _slice(limit)  # for those that came a moment ago

@@ -179,6 +179,7 @@ PRIVATE = {
     "tests/accelerator/test_command.py": "copies that go wrong between devices, and small products on a slow device",
     "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
+    "tests/distributed/test_notices.py": "when a process says that it waits long, without waiting so long",
     "tests/execution/test_scheduler.py": "every order in which threads can take turns",
     "tests/execution/test_scheduler_threads.py": "turns by themselves, with threads that fail in them",
     "tests/nn/test_parallel_apply.py": "GPUs of different size",

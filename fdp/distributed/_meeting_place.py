@@ -1,5 +1,6 @@
 """The store in which processes find each other, anew at each start."""
 
+import atexit
 import datetime
 import threading
 import time
@@ -8,6 +9,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+_LAST = 5.0  # seconds that the end of the program waits for torch, which may try once more after its limit
 
 
 def meeting_place(limit: datetime.timedelta) -> tuple[Any, int, int]:
@@ -33,7 +36,11 @@ def _within(limit: datetime.timedelta) -> tuple[Any, int, int]:
 
     thread = threading.Thread(target=meet, name="fdp-rendezvous", daemon=True)
     thread.start()
-    thread.join(limit.total_seconds() + 1)
+    try:
+        thread.join(limit.total_seconds() + 1)
+    finally:
+        if thread.is_alive():  # one that comes back from C++ while Python ends would abort the process
+            atexit.register(thread.join, _LAST)
     if not found:
         raise RuntimeError("nobody answers")
     if isinstance(found[0], Exception):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _SLICE = 1.0  # seconds for which Python cannot look at signals
+_ASKING = "fdp-store"  # the thread that asks the store of a group
 _UNDERWAY: dict[Any, Any] = {}
 """Operations, and the group of each."""
 _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
@@ -120,15 +121,17 @@ def _said(store: Any, rank: int) -> int:
 def _asked(group: Any, ask: Callable[[Any], T], patience: float) -> T | None:
     """What the store of a group says, None if it does not answer.
 
-    In a thread, with a connection of its own: a store whose process has stopped never answers.
+    In a thread, with a connection of its own: a store whose process has stopped never answers, and is asked no more.
     """
+    if any(thread.name == _ASKING for thread in threading.enumerate()):
+        return None
     found: list[T] = []
 
     def look() -> None:
         with contextlib.suppress(RuntimeError):  # the store may have gone, with the process that has it
             found.append(ask(group.get_group_store().clone()))
 
-    thread = threading.Thread(target=look, name="fdp-store", daemon=True)
+    thread = threading.Thread(target=look, name=_ASKING, daemon=True)
     thread.start()
     thread.join(patience)
     return found[0] if found else None

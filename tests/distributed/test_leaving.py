@@ -107,6 +107,18 @@ def test_a_process_that_ends_is_missed_at_once_though_it_has_not_closed_the_mesh
     assert exits(left) == [0, 1]
 
 
+def joins_nobody() -> None:
+    if os.environ["RANK"] == "1":
+        with pytest.raises(RuntimeError, match="init: process 1 of 2 did not meet the others"):
+            init(timeout=1.0)
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.deep)])
+def test_a_process_that_has_met_nobody_ends_well(times: int):
+    for _ in range(times):
+        assert exits(joins_nobody) == [0, 0]
+
+
 def is_interrupted() -> None:
     """Process 0 waits for process 1, which does not come before process 0 has ended."""
     with init(timeout=FOREVER) as mesh:

@@ -85,7 +85,7 @@ class KnownCall(PeerCall):
         def finish() -> tuple[Tensor, Tree]:
             try:
                 found = wait()
-            except Exception:  # the others cannot be reached
+            except BaseException:  # the others cannot be reached, or Ctrl-C ends the wait: they have all that they need
                 has_begun()
                 raise
             if found is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -119,18 +120,26 @@ def test_a_process_that_has_met_nobody_ends_well(times: int):
         assert exits(joins_nobody) == [0, 0]
 
 
-def is_interrupted() -> None:
+def with_hooks(mesh: Any) -> Any:
+    """Its gradients are sent while the backward goes on."""
+    params = [torch.ones(400, 400), torch.ones(400, 400)]
+    return fdp.grad(lambda p, x: (x @ p[0] @ p[1]).mean(), devices=mesh)(params, torch.ones(2, 400))
+
+
+def is_interrupted(call: Callable[[Any], Any]) -> None:
     """Process 0 waits for process 1, which does not come before process 0 has ended."""
     with init(timeout=FOREVER) as mesh:
         own = torch.tensor([os.getpid() if mesh.rank == 0 else 0], dtype=torch.float64)
         first = int(fdp.dp_apply(total, None, own, mesh, out_dims="sum"))
+        for _ in range(2):
+            call(mesh)
         if mesh.rank == 0:
             threading.Timer(0.5, lambda: os.kill(first, signal.SIGINT)).start()
-            apply_total(mesh)
+            call(mesh)
         while is_there(first):
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="One has ended"):
-            apply_total(mesh)
+            call(mesh)
 
 
 def is_there(process: int) -> bool:
@@ -140,8 +149,9 @@ def is_there(process: int) -> bool:
     return False
 
 
-def test_an_interrupt_ends_a_process_that_waits_for_the_others():
-    assert exits(is_interrupted) == [3, 0]
+@pytest.mark.parametrize("call", [apply_total, gradient, with_hooks])
+def test_an_interrupt_ends_a_process_that_waits_for_the_others(call: Callable[[Any], Any]):
+    assert exits(functools.partial(is_interrupted, call)) == [3, 0]
 
 
 def stops(folder: Path) -> None:

@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo elastic test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak format clean
+.PHONY: help .venv demo elastic test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak soak-mesh format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -69,13 +69,16 @@ check-layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)  ## run the short scripts in benchmarks/
-	@set -e; for script in $(filter-out benchmarks/_% benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(filter-out benchmarks/_% benchmarks/soak%,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
 	$(BIN)/python -m benchmarks.peers --out docs/explanation/peers $(ARGS)
 
 soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+soak-mesh: $(READY)  ## pairs of processes that are interrupted, killed or stopped (ARGS="--rounds 50")
+	$(BIN)/python benchmarks/soak_mesh.py $(ARGS)
 
 format: $(READY)  ## format the code and mend what ruff can
 	$(BIN)/python -m ruff check --fix-only

@@ -188,7 +188,7 @@ def _common_rows(
             flat, i, size = split[k - len(sized)]
             return f"{flat.path(i)} has {size} along {_along(flat.specs[i])}"
 
-        each = listed(odd_first(range(len(rows)), lambda k: rows[k]), say, most=4)
+        each = listed(odd_first(range(len(rows)), lambda k: rows[k], most=4), say, most=4)
         items = ". A list whose elements are rows is split by the spec 'items'"
         hint = items if any(flat.structure.type is list for flat, *_ in split) else ""
         raise ValueError(

@@ -28,14 +28,14 @@ def names(things: Sequence[Any]) -> str:
     return f"[{listed(things, quoted)}]"
 
 
-def odd_first(things: Sequence[Any], key: Callable[[Any], Any]) -> Sequence[Any]:
+def odd_first(things: Sequence[Any], key: Callable[[Any], Any], most: int = MOST) -> Sequence[Any]:
     """Where there are many, one of each kind first, then the second ones: a list that is cut has all kinds."""
     seen: Counter[Any] = Counter()
     turns: list[int] = []
     for thing in things:
         seen[key(thing)] += 1
         turns.append(seen[key(thing)])
-    return things if len(things) <= MOST else [things[i] for i in sorted(range(len(things)), key=turns.__getitem__)]
+    return things if len(things) <= most else [things[i] for i in sorted(range(len(things)), key=turns.__getitem__)]
 
 
 def differing(texts: Sequence[str], owners: Sequence[str]) -> str:

@@ -62,12 +62,12 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_ten_of_many_leaves_are_named(name: str):
+def test_a_few_of_many_leaves_are_named(name: str):
     kind, fail = FAILURES[name]
-    with pytest.raises(kind, match=r"[,;] (3,990|7,990) more") as caught:
+    with pytest.raises(kind, match=r"[,;] (3,990|7,990|7,996) more") as caught:
         fail()
     message = str(caught.value)
-    assert len(re.findall(r"leaf\d+", message)) in (10, 20), message  # twice, where it also says what is inside
+    assert len(re.findall(r"leaf\d+", message)) in (4, 10, 20), message  # twice, where it also says what is inside
     assert len(message) < 3000
 
 
@@ -179,15 +179,15 @@ def test_many_slots_that_differ_are_counted():
 def test_the_odd_leaf_is_named_first():
     tree = [numbers(7)] * MANY + [numbers(3)] + [numbers(7)] * MANY
     message = (
-        r"rows differ: tree\[0\] has 7 along dim 0, tree\[4000\] has 3 along dim 0, tree\[1\] has 7 .*, 7,991 more\."
+        r"rows differ: tree\[0\] has 7 along dim 0, tree\[4000\] has 3 along dim 0, tree\[1\] has 7 .*, 7,997 more\."
     )
     with pytest.raises(ValueError, match=message):
         fdp.scatter(tree, SLOTS)
 
 
-def test_ten_leaves_are_named_in_order():
+def test_the_odd_leaf_is_named_among_a_few():
     tree = [numbers(7)] * 9 + [numbers(3)]
-    with pytest.raises(ValueError, match=r"rows differ: tree\[0\] has 7 along dim 0, tree\[1\].*tree\[9\] has 3 along"):
+    with pytest.raises(ValueError, match=r"tree\[0\] has 7 along dim 0, tree\[9\] has 3 .*tree\[2\] has 7 .*, 6 more"):
         fdp.scatter(tree, SLOTS)
 
 

@@ -144,7 +144,7 @@ def _add_tensors(tree: Tree, found: list[torch.Tensor]) -> bool:
     """Add the tensors of a tree of builtin containers: quicker than optree, which asks of each leaf what it is."""
     kind = type(tree)
     if kind not in PLAIN_CONTAINERS:
-        found += [tree] if kind in _TENSORS else []
+        found += [tree] if isinstance(tree, torch.Tensor) else []  # also of a class of the user's
         return kind in PLAIN_LEAVES or tree is None
     children = tree.values() if kind is dict else tree
     if set(map(type, children)) <= _TENSORS:

@@ -111,7 +111,7 @@ def stopping(mesh: Any, rows: Sequence[int], patience: int) -> tuple[int, Params
 
 def stopping_on_one_device(rows: Sequence[int], patience: int) -> tuple[int, Params]:
     loss, validation = recipe("early_stopping").loss, batches([7])[0]
-    params, seen = start(), []
+    params, seen, best = start(), [], 0
     for batch in batches(rows):
         params = stepped(loss, params, batch)
         seen.append((loss(params, *validation).item(), params))

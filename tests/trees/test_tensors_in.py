@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import fdp
 from fdp._trees.tree import tensors_of_new
 
 
@@ -32,3 +33,13 @@ def test_tensors_of_a_tree_without_end():
     tree.append(tree)
     with pytest.raises(ValueError, match="a list that contains itself"):
         tensors_of_new(tree)
+
+
+class Own(torch.Tensor):
+    """A tensor of the user's."""
+
+
+def test_a_class_of_tensors_that_a_call_has_met():
+    own = torch.ones(2).as_subclass(Own)
+    fdp.dp_apply(lambda w, x: x, own, torch.ones(2))
+    assert [x is own for x in tensors_of_new([own, {"a": (own,)}])] == [True, True]

@@ -29,7 +29,7 @@ class KnownCall(PeerCall):
 
     def __init__(self, where: str, agreed: Agreed, number: int) -> None:
         self.where, self.agreed, self.number = where, agreed, number
-        self._has_sent = False
+        self._end = agreed.lane.begun + len(agreed.packing.buckets)
         self._sending: Sending | None = None
         self._runs = 0
 
@@ -79,7 +79,6 @@ class KnownCall(PeerCall):
         ending = Ending(loss, aux, gradients, device, where)
         if not ending.fits(self.agreed) or (self._runs > 1 and self._sending is not None and self._sending.flats):
             self.talk()  # or the last backward was begun anew, after gradients of it had been sent
-        self._has_sent = True
         wait = ending.begin(self.agreed, self.number, self._sending)
 
         def finish() -> tuple[Tensor, Tree]:
@@ -97,10 +96,8 @@ class KnownCall(PeerCall):
 
     def send_nothing(self) -> None:
         """Take part in the message, so that nobody waits for it, and all see that this process has more to say."""
-        if not self._has_sent:
-            self._has_sent = True
-            sent = 0 if self._sending is None else len(self._sending.flats)
-            self.agreed.lane.begin_with_nothing(self.where, sent)
+        if self.agreed.lane.begun < self._end:
+            self.agreed.lane.begin_with_nothing(self.where)
 
     def talk(self, *args: Any, **options: Any) -> NoReturn:
         """Have all begin the call anew, and agree in full."""

@@ -46,6 +46,17 @@ class Lane:
     def __init__(self, comm: Communicator, packing: Packing) -> None:
         self.comm, self.is_open = comm, True
         self._zeros = packing.zeros
+        self._begun = 0
+
+    @property
+    def begun(self) -> int:
+        """How many operations: so many buffers a step, also where Ctrl-C came between two of them."""
+        return self._begun if self.comm.group is None else begun_in(self.comm.group) or self._begun
+
+    def begin_sum(self, flat: Tensor, name: str) -> Callable[[], None]:
+        """Add up a buffer, the next one of a step."""
+        self._begun += 1
+        return self.comm.begin_sum(flat, name)
 
     def begin(
         self, name: str, note: Header, flats: Sequence[Tensor], room: Tensor, waits: Sequence[Callable[[], None]] = ()
@@ -57,7 +68,7 @@ class Lane:
         form = _PIECES[room.dtype]
         own = torch.frombuffer(bytearray(_FORM.pack(*note)), dtype=form)
         room.view(len(self.comm.ranks), -1)[self.comm.position].copy_(own)
-        rest = [self.comm.begin_sum(flat, name) for flat in flats[len(waits) :]]
+        rest = [self.begin_sum(flat, name) for flat in flats[len(waits) :]]
 
         def finish() -> list[Header]:
             for wait in (*waits, *rest):
@@ -66,10 +77,11 @@ class Lane:
 
         return finish
 
-    def begin_with_nothing(self, name: str, sent: int = 0) -> None:
-        """Take part in a step, of which so many buffers are `sent`, so that nobody waits for this process."""
-        for flat in self._zeros()[sent:]:
-            self.comm.begin_sum(flat, name)
+    def begin_with_nothing(self, name: str) -> None:
+        """Take part in a step, or in the rest of one that has been left, so that nobody waits for this process."""
+        zeros = self._zeros()
+        for flat in zeros[self.begun % len(zeros) :]:
+            self.begin_sum(flat, name)
 
 
 @final

@@ -66,7 +66,7 @@ class Sending:
     def _send(self) -> None:
         k, packing = len(self.flats), self._agreed.packing
         self.flats.append(packing.packed(k, self._found, self._ours))
-        self.waits.append(self._agreed.lane.comm.begin_sum(self.flats[-1], self._name))
+        self.waits.append(self._agreed.lane.begin_sum(self.flats[-1], self._name))
         for i in packing.buckets[k].indices:
             self._found[i] = ()  # taken, and not held
 

@@ -59,6 +59,11 @@ def seed_of(seed: int | Seed | None, randomness: Randomness, where: str) -> Seed
     return Seed(int(seed), randomness)
 
 
+def seed_options(seed: Seed | None) -> dict[str, Any]:
+    """What has to be the same in all processes."""
+    return {"seed": seed and seed.number, "randomness": seed and seed.randomness}
+
+
 def seeded(seed: Seed, slot: Slot, call: Callable[[], Any]) -> Any:
     """Run a shard that draws from its seed; the generators of the caller are as before afterwards."""
     be_alone()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._execution.executor import check_executor
-from fdp._execution.seeds import Seed
+from fdp._execution.seeds import Seed, seed_options
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import Joined, PeerCall
@@ -143,8 +143,7 @@ def bind(
         plan = keep(fn, None if _has_values(flats) else signature, decide(flats, options, microbatches))
     same = {
         "axis_name": options.axis_name,
-        "seed": options.seed and options.seed.number,
-        "randomness": options.seed and options.seed.randomness,
+        **seed_options(options.seed),
         "splits": plan.sizes is not None,
         **options.same,
     }

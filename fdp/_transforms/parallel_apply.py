@@ -8,7 +8,7 @@ import torch
 from fdp._collectives.lockstep import Task
 from fdp._collectives.run import run_all
 from fdp._execution.executor import Mode, check_executor
-from fdp._execution.seeds import Seed, seed_of
+from fdp._execution.seeds import Seed, seed_of, seed_options
 from fdp._placement.devices import as_devices
 from fdp._placement.partition import Partition
 from fdp._placement.peers import peers_of
@@ -98,11 +98,8 @@ def _on_slots(
     ]
     sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
     n, names = len(args), list(named)
-    call = peers.begin_on_slots(
-        where,
-        {"axis_name": axis_name, "seed": seed and seed.number, "randomness": seed and seed.randomness},
-        sizes or (0,) * len(slots),
-    )
+    same = {"axis_name": axis_name, **seed_options(seed)}
+    call = peers.begin_on_slots(where, same, sizes or (0,) * len(slots))
 
     def run(seed: Seed | None) -> list[Tree]:
         shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)

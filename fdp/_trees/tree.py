@@ -1,5 +1,6 @@
 """Trees: flattened into leaves with their specs, put together again, mapped. What is done with a tree is done here."""
 
+import contextlib
 import operator
 import sys
 import zlib
@@ -131,11 +132,9 @@ def tensors_in(tree: Tree) -> list[torch.Tensor]:
 def tensors_of_new(tree: Tree) -> list[torch.Tensor]:
     """All tensors of a tree, in any order; types in it may not have been met yet."""
     found: list[torch.Tensor] = []
-    try:
+    with contextlib.suppress(RecursionError):  # optree goes deeper, or says where it has no end
         if _add_tensors(tree, found):
             return found
-    except RecursionError:  # optree goes deeper, or says where it has no end
-        pass
     register_nodes(tree)
     return tensors_in(tree)
 

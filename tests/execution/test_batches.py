@@ -212,5 +212,6 @@ def test_inside_of_functions_that_are_transformed_or_only_looked_at():
 
 
 def test_yes_or_no_is_a_bool():
+    answer: Any = "no"
     with pytest.raises(TypeError, match=r"Batches: shuffle must be True or False, got 'no'"):
-        fdp.Batches(5, 2, shuffle="no")  # type: ignore[arg-type]
+        fdp.Batches(5, 2, shuffle=answer)

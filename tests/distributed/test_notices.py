@@ -3,6 +3,8 @@
 import datetime
 import logging
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.distributed import init, launch
+from fdp.distributed import _meeting_place, init, launch
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._notices import Notices
 from tests.distributed.pool import Pool
@@ -99,6 +101,32 @@ def test_it_says_who_has_come(four: Pool, tmp_path: Path):
     for rank in (0, 1, 3):
         others = ", ".join(str(other) for other in (0, 1, 3) if other != rank)
         assert found[rank].endswith(f"of at most 8 s for process 2. Process {others} has come"), found[rank]
+
+
+class AskedFor:
+    """A store in which this process is never answered."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("rank", "late"), [(0, "process 1, 2"), (1, "process 0")])
+def test_init_says_for_whom_it_waits_and_hears_ctrl_c(
+    rank: int, late: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(_meeting_place, "rendezvous", lambda *args, **options: iter([(AskedFor(), rank, 3)]))
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    hits = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    hits.start()
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        _meeting_place.meeting_place(datetime.timedelta(seconds=20), Notices(after=0.1))
+    hits.join()
+    (record,) = caplog.records
+    assert record.getMessage() == f"fdp: init: process {rank} has waited 0 s of at most 20 s for {late}"
 
 
 def comes_late() -> None:

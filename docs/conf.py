@@ -53,7 +53,7 @@ html_css_files = ["fdp.css"]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_sidebars = {"index": [], "tutorial": []}  # they have no pages below them
 html_theme_options = {
-    "logo": {"text": "fdp"},
+    "logo": {"text": f"fdp {release}"},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
     "header_links_before_dropdown": 6,

@@ -122,7 +122,7 @@ def test_init_says_for_whom_it_waits_and_hears_ctrl_c(
         monkeypatch.setenv(name, value)
     hits = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     hits.start()
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         _meeting_place.meeting_place(datetime.timedelta(seconds=20), Notices(after=0.1))
     hits.join()
     (record,) = caplog.records

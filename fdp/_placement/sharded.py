@@ -64,7 +64,8 @@ class Slots(Located):
     def __iter__(self) -> Iterator[NoReturn]:
         raise TypeError(
             f"a {type(self).__name__} is not iterable: `a, b = x` would bind slots, not parts. Use x.unzip() for a "
-            f"{type(self).__name__} of tuples, x.shards for the shards. An optimizer takes the tensors of one device"
+            f"{type(self).__name__} of tuples or lists, x.shards for the shards. An optimizer takes the tensors of one "
+            "device"
         )
 
     @classmethod

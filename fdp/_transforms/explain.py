@@ -18,7 +18,7 @@ from fdp._placement.split_dims import flatten_args
 from fdp._placement.timings import Timings
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
-from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
+from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
 from fdp._transforms.call import decide
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
 from fdp._transforms.plans import find, signature_of
@@ -92,6 +92,7 @@ def explain(
     _check(fn, devices, params, inputs, kwargs)
     check_executor(executor, "explain")
     named, n_args = _named(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
+    check_several(fn, named[:n_args], {} if kwargs is None else kwargs, "explain")
     how = Options("explain", devices, output_device, weights, executor, seed_of(seed, randomness, "explain"), axis_name)
     timings = _timings(fn, named, n_args, how)
     log: list[Transfer] = []

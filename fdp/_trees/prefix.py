@@ -102,7 +102,10 @@ def _not_a_prefix(spec: Dims, tree: Tree, path: Callable[[], str], choices: str)
     nodes = _one_level(tree)[1], _one_level(spec)[1]
     each = zip((tree, spec), (describe(*nodes), describe(*nodes[::-1])), strict=True)
     there, here = (f"a leaf ({type(t).__name__})" if is_leaf(t) else described for t, described in each)
-    return TreeValueError(f"{path()} is {there}, but {choices} has {here} there: not a prefix of it")
+    text = f"{path()} is {there}, but {choices} has {here} there: not a prefix of it"
+    if {type(tree), type(spec)} == {list, tuple} and len(tree) == len(spec):
+        text += f". Write {type(tree)(spec)!r} there"
+    return TreeValueError(text)
 
 
 def _one_level(tree: Tree) -> tuple[list[Tree], optree.PyTreeSpec]:

@@ -9,6 +9,7 @@ import torch
 
 from fdp._placement.slot import AXES, Axis, Slot
 from fdp._transforms.apply import dp_apply
+from fdp._transforms.call import Shard, call_shard
 from fdp._transforms.grad import value_and_grad
 from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, AuxWeight, Dims, Executor, Function, Reduction, Tree
@@ -67,7 +68,8 @@ class Case(NamedTuple):
         context = contextvars.copy_context()
         slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
         context.run(AXES.set, (Axis(slot, None, []),))  # collectives see one slot
-        out = context.run(self.fn, arguments.params, *arguments.inputs, **arguments.kwargs)
+        shard = Shard((arguments.params, *arguments.inputs), arguments.kwargs)
+        out = context.run(call_shard, self.fn, shard)
         return Run(arguments, self._named(out))
 
     def split(self, way: Way) -> Run:

@@ -1,6 +1,7 @@
 """Batches of `(x, y)` as a loader makes them, which are lists: what to write, and what the messages say."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,10 @@ ONE_FOR_SEVERAL: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fdp.dp_apply(functools.partial(residual), W, BATCH, SLOTS),
         r"dp_apply: inputs is one argument, a list of 2, .*\. Pass tuple\(inputs\)$",
     ),
+    "explain": (
+        lambda: fdp.explain(residual, W, BATCH, SLOTS),
+        r"explain: inputs is one argument, a list of 2, .*\. Pass tuple\(inputs\)$",
+    ),
     "shard_map": (
         lambda: fdp.shard_map(residual, devices=SLOTS, in_dims=(None, 0))(W, BATCH),
         r"shard_map: args\[1\] is one argument, a list of 2, .*\. Pass \*batch$",
@@ -110,6 +115,27 @@ def test_functions_of_any_arguments_fail_with_a_note(executor: Any):
     with pytest.raises(TypeError, match="'list' and 'Tensor'") as caught:
         fdp.grad(lambda w, *x: (x[0] @ w).mean(), devices=SLOTS, executor=executor)(W, [X])
     assert any("tuple(batch) to dp_apply, *batch to others" in note for note in caught.value.__notes__)
+
+
+def test_a_check_of_one_list_for_several_arguments_fails_with_a_note():
+    for check in (fdp.testing.assert_data_parallel, fdp.testing.find_nonfinite):
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'") as caught:
+            check(residual, W, BATCH)
+        assert any("argument 1 of the function is a list" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("batch", "dims", "way_out"), [(BATCH, (0, 0), "[0, 0]"), (tuple(BATCH), [0, 0], "(0, 0)")])
+def test_specs_of_a_list_are_a_list(batch: Any, dims: Any, way_out: str):
+    with pytest.raises(ValueError, match=rf"not a prefix of it\. Write {re.escape(way_out)} there$"):
+        fdp.scatter(batch, SLOTS, dims)
+    with pytest.raises(ValueError, match=r"not a prefix of it$"):
+        fdp.scatter(batch, SLOTS, type(dims)([0, 0, 0]))
+
+
+def test_a_batch_on_slots_is_no_pair():
+    with pytest.raises(TypeError, match=r"not iterable.*Use x\.unzip\(\) for a Sharded of tuples or lists"):
+        for _x, _y in fdp.prefetch(LOADER, SLOTS):
+            pass
 
 
 def test_a_function_that_takes_a_list_fails_without_a_note():

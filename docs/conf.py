@@ -4,7 +4,9 @@ import ast
 import contextlib
 import inspect
 import re
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -12,6 +14,8 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import fdp
+
+sys.path.append(str(Path(__file__).parent))  # for extensions of its own
 
 project = "fdp"
 version = release = fdp.__version__
@@ -23,6 +27,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "_notebook",
 ]
 
 # ---------------------------------------------------------------- pages

@@ -1,15 +1,17 @@
 """What a notebook shows, in a kernel of Jupyter: each cell one output, and all of it."""
 
+import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from html import unescape
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 SETUP = """
 import os, fdp, rich, torch
@@ -42,44 +44,42 @@ PARTS = {
 }
 
 
-RUN = """
-import json, sys, nbformat
-from nbclient import NotebookClient
-from traitlets.config import Config
-
-home, sources = sys.argv[1], json.load(sys.stdin)
-notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-sockets = Config(KernelManager={"transport": "ipc", "ip": f"{home}/k"})
-NotebookClient(notebook, kernel_name="python3", timeout=120, startup_timeout=120, config=sockets).execute()
-json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
-"""
-
-
 class Shown(NamedTuple):
-    """The outputs of each cell, and the process of the kernel."""
+    """The outputs of each cell, the process of the kernel, and the page."""
 
     outputs: dict[str, list[Any]]
     pid: int
+    page: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def shown() -> Shown:
-    """All cells, run by one kernel, without what the user has set up for Jupyter."""
-    # In a process of its own, for what waits there. Sockets that are files need a short path.
-    with tempfile.TemporaryDirectory() as home:
-        own = dict.fromkeys(["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"], home)
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, home],
-            input=json.dumps([SETUP, *CELLS.values()]),
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    first, *rest = json.loads(done.stdout)
-    return Shown(dict(zip(CELLS, rest, strict=True)), int(first[0]["text"]))
+def page() -> dict[str, Any]:
+    return json.loads((DOCS / "how_to" / "notebook.ipynb").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    """What makes the site's pages of notebooks."""
+    spec = importlib.util.spec_from_file_location("_notebook", DOCS / "_notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def shown(pages: ModuleType, page: dict[str, Any]) -> Shown:
+    """The page and all cells of this file, run by one kernel."""
+    cells = page["cells"] + [cell(source) for source in (SETUP, *CELLS.values())]
+    done = pages.executed(page | {"cells": cells})["cells"]
+    own = [each["outputs"] for each in done[len(page["cells"]) :]]
+    outputs = dict(zip(CELLS, own[1:], strict=True))
+    return Shown(outputs, int(own[0][0]["text"]), page | {"cells": done[: len(page["cells"])]})
+
+
+def cell(source: str) -> dict[str, Any]:
+    return {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
 
 
 def text_of(output: Any) -> str:
@@ -111,3 +111,23 @@ def test_nothing_is_shown_unasked(shown: Shown):
 def test_the_kernel_is_gone(shown: Shown):
     with pytest.raises(ProcessLookupError, match="No such process"):
         os.kill(shown.pid, 0)
+
+
+def test_the_page_shows_what_its_cells_put_out(pages: ModuleType, shown: Shown):
+    """Tables whole, what processes print, and the cell that is interrupted; the cells after it compare numbers."""
+    text = unescape(pages.as_markdown(shown.page))
+    outputs = [output for cell in shown.page["cells"] for output in cell.get("outputs", [])]
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
+    assert [output["ename"] for output in outputs if output["output_type"] == "error"] == ["KeyboardInterrupt"]
+    whole = ["Plan: 37 rows on 2 slots", "Sharded: 2 slots, rows 19 + 18", "Replicated: 2 slots"]
+    printed = ["[rank 0] rows of this process: 19", "[rank 1] rows of this process: 18", "<pre>KeyboardInterrupt</pre>"]
+    assert [part for part in whole + printed if part not in text] == []
+    assert text.count('<div class="output">') == len(outputs) == 9
+    before, after = map(float, re.findall(r"loss before: (\d\S+), after 40 steps: (\d\S+)", text)[0])
+    assert after < before / 2
+
+
+def test_the_page_is_saved_without_outputs(page: dict[str, Any]):
+    """They are made anew for each site."""
+    code = [cell for cell in page["cells"] if cell["cell_type"] == "code"]
+    assert [cell["source"] for cell in code if cell["outputs"] or cell["execution_count"]] == []

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("**/*.md"))
+PAGES = sorted([*DOCS.glob("**/*.md"), *DOCS.glob("**/*.ipynb")])
 MODULES = ["fdp", "fdp.nn", "fdp.distributed", "fdp.testing"]
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})[^`\n]*\n.*?^(?P=indent)(?P=fence)`*[ ]*$", re.MULTILINE | re.DOTALL
@@ -36,8 +37,17 @@ def public_names() -> Iterator[str]:
                     yield f"{module}.{alias.name}"
 
 
+def text_of(page: Path) -> str:
+    """Of a notebook its text, without the code."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def documented_names(page: Path) -> list[str]:
-    return DIRECTIVE.findall(page.read_text(encoding="utf-8"))
+    return DIRECTIVE.findall(text_of(page))
 
 
 def test_every_public_name_is_documented_once():
@@ -47,7 +57,7 @@ def test_every_public_name_is_documented_once():
 
 def test_documented_members_exist():
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
+        text = text_of(page)
         for name, members in re.findall(r"^\.\. autoclass:: (\S+)\n   :members: (.+)$", text, re.MULTILINE):
             module, _, cls = name.rpartition(".")
             found = getattr(importlib.import_module(module), cls)
@@ -66,11 +76,13 @@ def test_table_of_the_reference_names_what_its_pages_document():
 
 def entries(page: Path) -> Iterator[Path]:
     """The pages in the toctrees of a page."""
-    for block in TOCTREE.findall(page.read_text(encoding="utf-8")):
+    for block in TOCTREE.findall(text_of(page)):
         for line in filter(None, map(str.strip, block.splitlines())):
             if not line.startswith(":"):
                 target = re.sub(r"^.*<(.*)>$", r"\1", line).removesuffix(".md")
-                yield (page.parent / f"{target}.md").resolve()
+                path = (page.parent / f"{target}.md").resolve()
+                notebook = path.with_suffix(".ipynb")
+                yield notebook if notebook.exists() else path
 
 
 def test_every_page_is_in_a_toctree():
@@ -90,7 +102,7 @@ def test_toctrees_name_pages_that_exist():
 def anchors(page: Path) -> set[str]:
     """The anchors of the headings, as MyST and hosts of sources make them."""
     found: list[str] = []
-    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", FENCE.sub("", text_of(page)), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
         count = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
@@ -100,7 +112,7 @@ def anchors(page: Path) -> set[str]:
 
 def targets(page: Path) -> Iterator[str]:
     """Where the links of a page lead that stay in this repository."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    text = FENCE.sub("", text_of(page))
     yield from (f"{target}.md" for target in CARD.findall(text))
     prose = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
     for link in LINKS:

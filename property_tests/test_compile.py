@@ -47,7 +47,7 @@ def arguments(split: Split) -> tuple[Any, torch.Tensor]:
 
 
 @few
-@given(splits(at_least=1, most_slots=4))
+@given(splits(at_least=1, most_slots=3))
 def test_l10_dp_apply(split: Split):
     options = split.options | {"executor": "sequential", "out_dims": OUT_DIMS}
     params, x = arguments(split)
@@ -63,7 +63,7 @@ def test_l10_dp_apply(split: Split):
 
 
 @few
-@given(splits(at_least=1, most_slots=4), st.sampled_from([1, 2]))
+@given(splits(at_least=1, most_slots=3), st.sampled_from([1, 2]))
 def test_l10_value_and_grad(split: Split, microbatches: int):
     params, x = mapped_detached(arguments(split))
     options = split.options | {"executor": "sequential", "microbatches": microbatches}
@@ -72,7 +72,7 @@ def test_l10_value_and_grad(split: Split, microbatches: int):
 
 
 @few
-@given(splits(most_slots=4))
+@given(splits(most_slots=3))
 def test_l10_scatter_and_gather(split: Split):
     _, x = arguments(split)
     tree = {"x": x, "more": [x.mT, Point(x[:, 0], "text"), None, 3]}

@@ -146,6 +146,7 @@ def test_a_slot_draws_what_one_device_would(draw: Draw, kind: Any):
     assert_same_tree(found, [want] * 20)
 
 
+@few()
 @each_call
 @each_kind
 @each_executor
@@ -177,6 +178,7 @@ def test_gradients_are_those_of_what_was_drawn(draw: Draw, executor: Any, again:
     assert_close_tree(found, [(value, grad)] * 2)
 
 
+@few()
 @each_kind
 @each_executor
 @pytest.mark.parametrize("seed", [None, 9])
@@ -212,6 +214,7 @@ def test_any_draws_in_any_order(names: list[str], slots: int, rows: int, seed: i
 # ---- who else draws
 
 
+@few()
 @each_call
 @each_kind
 @each_executor
@@ -319,6 +322,7 @@ def test_the_first_call_draws_what_later_ones_draw(call: Callable[[Draw, Any], A
     assert not torch.equal(states[0], torch.manual_seed(SEED).get_state())  # the next call draws something else
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("name", [name for name in MEETS if name != "inside another"])
 def test_a_first_run_leaves_no_trace(name: str, executor: Any):

@@ -18,6 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 
 from fdp.nn import gather, replicate, scatter, scatter_kwargs
+from tests.common.depth import few
 from tests.common.comparing import assert_same_tree, unharmed
 from tests.common.containers import Batch, Output, Pixel, Point, Two, tensors_of
 from tests.common.hard_trees import TREES
@@ -38,6 +39,7 @@ class Empty(NamedTuple): ...
 # ---------------------------------------------------------------- scatter
 
 
+@few(2)
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 9, 36])
@@ -80,6 +82,7 @@ def test_scatter_keeps_types():
         assert_same_tree(part, want)
 
 
+@few(2)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", [name for name, hard in TREES.items() if hard.dims == 0])
 def test_gather_is_the_inverse_of_scatter(name: str, count: int):
@@ -298,6 +301,7 @@ def test_arguments_that_differ_in_their_number_of_chunks():
         scatter_kwargs(("a", numbers(8)), {"y": numbers(6)}, cpus(4))
 
 
+@few(2)
 @pytest.mark.parametrize("slots", COUNTS)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8, 9])
 def test_arguments_are_cut_each_by_itself_unless_that_would_lose_rows(rows: int, slots: int):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fdp
+from tests.common.depth import few
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import COUNTS, numbers
 from tests.common.settings import default_device, default_dtype
@@ -97,6 +98,7 @@ def what_it_sees(w: Tensor, x: Tensor) -> Any:
     return seen, product.sin()
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("name", SURROUNDINGS)
@@ -113,6 +115,7 @@ def test_the_function_returns_what_it_sees(name: str, slots: int, executor: Any)
     assert what_it_sees(w, x)[0] == PLAINLY
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("name", SURROUNDINGS)
@@ -248,6 +251,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+@few()
 @each_executor
 @each_call
 def test_slot_2_fails(call: Callable[..., Any], executor: Any):
@@ -260,6 +264,7 @@ def test_slot_2_fails(call: Callable[..., Any], executor: Any):
     call(failing({}), executor)
 
 
+@few()
 @each_executor
 @each_call
 def test_two_slots_fail(call: Callable[..., Any], executor: Any):
@@ -273,6 +278,7 @@ def test_two_slots_fail(call: Callable[..., Any], executor: Any):
     ]
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("slots", COUNTS)
 def test_the_last_slot_fails(slots: int, executor: Any):
@@ -287,6 +293,7 @@ def test_the_last_slot_fails(slots: int, executor: Any):
 # ---- interrupts
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("at", [0, 4, 6])
 @pytest.mark.parametrize("how", ["signal", "raise"])
@@ -333,6 +340,7 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
     assert has_all_cores()
 
 
+@few()
 @each_executor
 @each_call
 def test_a_failure_leaves_nothing_behind(call: Callable[..., Any], executor: Any):

@@ -281,6 +281,7 @@ def differentiable(tree: Any) -> Any:
     return {name: value.clone().requires_grad_() for name, value in tree.items()}
 
 
+@few()
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [13, 3])
@@ -298,6 +299,7 @@ def test_a_gradient_penalty_inside(rows: int, slots: int, executor: Any):
     assert_close_tree((out, {name: tensor.grad for name, tensor in mapped.items()}), (value, want))
 
 
+@few()
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [13, 3])
@@ -341,6 +343,7 @@ def test_gradgradcheck_of_scatter(slots: int):
     assert torch.autograd.gradgradcheck(fn, inputs)
 
 
+@few()
 @each_count
 @pytest.mark.parametrize("dims", [0, 1, "mean", "sum", "stack"])
 def test_gradgradcheck_of_gather(dims: Any, slots: int):

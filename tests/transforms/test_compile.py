@@ -143,7 +143,7 @@ RARE = [
     *("dp_apply", "shard_map", "value_and_grad", "value_and_grad-aux"),
     *(f"dp_apply-{rare}" for rare in ("several", "function-dims", "attribute", "dataclass", "namedtuple", "weights")),
     *(f"value_and_grad-{rare}" for rare in ("weights", "prefix", "dataclass", "argnums", "sum", "count")),
-    "grad_and_value",
+    *("grad_and_value", "grad-kwargs", "shard_map-kwargs", "dp_apply-nested", "dp_apply-output", "dp_apply-zero-rows"),
 ]
 
 

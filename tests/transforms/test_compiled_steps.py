@@ -111,7 +111,7 @@ class Training:
             assert_close_tree([other, got], [one, want], rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", deep(MODELS, ["MLP", "CNN", "transformer"]))
+@pytest.mark.parametrize("name", deep(MODELS, ["MLP", "CNN", "transformer", "LSTM"]))
 def test_one_graph_for_all_batches_of_a_size(name: str):
     training = Training(name)
     training.check([8, 8, 8])

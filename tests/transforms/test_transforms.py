@@ -226,6 +226,7 @@ def test_vmap_with_random_numbers_inside(executor: Any):
         call("error")
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("call", MAPPED)
@@ -245,6 +246,7 @@ def test_vmap_in_chunks(call: str, size: int, executor: Any):
 # ---- other transforms
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("remove", ["mutations", "mutations_and_views"])
 @pytest.mark.parametrize("call", MAPPED)
@@ -296,6 +298,7 @@ FUNCTIONAL: dict[str, Callable[[Fn], Any]] = {
 }
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("name", FUNCTIONAL)
 @pytest.mark.parametrize("call", MAPPED)
@@ -333,6 +336,7 @@ def test_captured_tensors_are_differentiated(call: str, outside: str, executor: 
         assert_close_tree(got, want)
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("outside", [name for name in OUTSIDE if name != "none"])
 def test_the_batch_is_differentiated(outside: str, executor: Any):
@@ -414,6 +418,7 @@ def test_a_call_in_a_transform_in_a_call(outside: str, between: str, executors: 
     assert_close_tree(OUTSIDE[outside](outer), OUTSIDE[outside](plain))
 
 
+@few()
 @pytest.mark.parametrize("executors", [(a, b) for a in EXECUTORS for b in EXECUTORS], ids="-".join)
 @pytest.mark.parametrize("outside", ["none", "grad", "jvp", "per-sample", "backward"])
 def test_a_gradient_in_a_transform_in_a_gradient(outside: str, executors: Any):
@@ -438,6 +443,7 @@ def test_a_gradient_in_a_transform_in_a_gradient(outside: str, executors: Any):
 # ---- checkpoints
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", ["inside", "around", "inside and around"])
@@ -453,6 +459,7 @@ def test_checkpoint(place: str, reentrant: bool, executor: Any):
     assert_close_tree(w.grad, grad(total(PLAIN["dp_apply"](rows)))(W))
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("place", ["inside", "around", "inside and around"])
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -518,6 +525,7 @@ DUAL_PLAIN: dict[str, Fn] = {
 }
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("name", DUAL)
 def test_dual_level_around(name: str, executor: Any):
@@ -527,6 +535,7 @@ def test_dual_level_around(name: str, executor: Any):
         assert_close_tree(tangent_of(lambda w: DUAL[name](w, executor), W, V), want)
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("outside", ["none", "backward", "grad", "jacrev"])  # torch has no vmap of it
 def test_dual_level_inside(outside: str, executor: Any):
@@ -538,6 +547,7 @@ def test_dual_level_inside(outside: str, executor: Any):
         assert_close_tree(OUTSIDE[outside](MAPPED["dp_apply"](inside, executor)), want)
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("call", MAPPED)
 def test_dual_level_in_a_dual_level_is_refused_as_on_one_device(call: str, executor: Any):
@@ -555,6 +565,7 @@ def test_dual_level_in_a_dual_level_is_refused_as_on_one_device(call: str, execu
 # ---- graphs of gradients
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("orders", [2, 3])

@@ -61,6 +61,7 @@ def test_scattered_and_gathered_is_the_same(name: str, slots: int, rows: int):
     assert_same_tree(fdp.gather(sharded), tree)
 
 
+@few()
 @pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("name", TREES)
 def test_replicated_is_the_same_on_every_slot(name: str, copy: bool):
@@ -71,6 +72,7 @@ def test_replicated_is_the_same_on_every_slot(name: str, copy: bool):
     assert_same_tree(fdp.gather(replicated), tree)
 
 
+@few()
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", [name for name in TREES if name != "0-dim" and not name.startswith("function")])
 def test_function_that_returns_its_input(name: str, slots: int):
@@ -80,6 +82,7 @@ def test_function_that_returns_its_input(name: str, slots: int):
     assert_same_tree(out, tree)
 
 
+@few()
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", TREES)
 def test_params_arrive_whole(name: str, slots: int):
@@ -485,6 +488,7 @@ DIFFERENT = {
 }
 
 
+@few()
 @pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize("out_dims", [0, None, "list"])
 def test_outputs_of_different_structure(name: str, out_dims: Any):

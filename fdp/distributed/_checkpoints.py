@@ -170,7 +170,10 @@ class Checkpoints:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError("Checkpoints: there are several processes; pass mesh=, so that one of them writes")
         processes = None if self._mesh is None else self._mesh.processes
-        return None if processes is None else processes.comm
+        if processes is None:
+            return None
+        processes.check("Checkpoints")
+        return processes.comm
 
 
 def _write_later(files: CheckpointFiles, step: int, state: Any) -> None:

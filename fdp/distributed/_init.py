@@ -5,12 +5,14 @@ import datetime
 import os
 import time
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.partition import balanced
+from fdp._placement.slot import is_forked
 from fdp._trees.types import Devices
 from fdp.distributed._communicator import Communicator, first_sentence
 from fdp.distributed._meeting_place import meeting_place
@@ -18,6 +20,9 @@ from fdp.distributed._mesh import Mesh
 from fdp.distributed._peers import MeshPeers
 from fdp.distributed._underway import leave_at_exit
 
+_BELONGS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""Groups, and which process has joined each."""
+_SLOTS = 16  # up to which all meshes have headers of one size: processes may use different ones by mistake
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,11 +59,14 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
     owns_group = not dist.is_initialized()
     if owns_group:
         _join(backend, slots[0], limit)
+    elif is_forked(_BELONGS.get(dist.group.WORLD, os.getpid())):
+        raise RuntimeError("init: this process was forked, and is none of those of its parent's group. Start it anew")
+    _BELONGS.setdefault(dist.group.WORLD, os.getpid())
     comm = Communicator(None, range(dist.get_world_size()), dist.get_rank(), 0, limit)
     counts: list[int] = comm.objects(len(slots), "init")
     if len(counts) == 1:
         return Mesh(slots, None, owns_group=owns_group)
-    comm = Communicator(None, comm.ranks, comm.rank, 6 + max(counts), limit)
+    comm = Communicator(None, comm.ranks, comm.rank, 6 + max(_SLOTS, *counts), limit)
     return Mesh(slots, MeshPeers(comm, counts), owns_group=owns_group)
 
 

@@ -1,5 +1,6 @@
 """A mesh: the slots of this process beside those of others."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self, final
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from fdp._placement.moves import split
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import ALONE, Peers, Spread
+from fdp._placement.slot import is_forked
 from fdp._placement.split_dims import flatten_args, plan_args
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
@@ -37,7 +39,7 @@ class Mesh(Spread):
     def __init__(self, devices: tuple[torch.device, ...], processes: MeshPeers | None, *, owns_group: bool) -> None:
         self.devices = devices
         self._processes, self._owns_group = processes, owns_group
-        self._is_closed = False
+        self._is_closed, self._process = False, os.getpid()
         self.rank: int = 0 if processes is None else processes.comm.rank
         self.slots: tuple[int, ...] = (len(devices),) if processes is None else processes.slots
 
@@ -107,6 +109,8 @@ class Mesh(Spread):
         if self._is_closed:
             return
         self._is_closed = True
+        if is_forked(self._process):  # the mesh is its parent's
+            return
         if self._processes is not None:
             self._processes.close()
         if self._owns_group and dist.is_initialized():

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fdp._execution.patches import is_forward_mode
-from fdp._placement.slot import AXES
+from fdp._placement.slot import AXES, is_forked
 from fdp._trees import torch_private
 from fdp.distributed._agreed import AgreedPlans
 from fdp.distributed._communicator import Communicator
@@ -34,14 +35,16 @@ class Processes:
     def __init__(self, comm: Communicator, slots: Sequence[int]) -> None:
         self.comm: Communicator = comm
         self.slots: tuple[int, ...] = tuple(slots)
-        self.calls = 0
+        self.calls, self._process = 0, os.getpid()
         self.plans = AgreedPlans(comm)
         self._caller: int | None = None  # the thread that is in a call
         self._communicators: dict[tuple[int, ...], Communicator | None] = {comm.ranks: comm}
         self._is_closed = False
 
     def check(self, where: str) -> None:
-        """The mesh is still there."""
+        """The mesh is still there, and it is that of this process."""
+        if is_forked(self._process):
+            raise RuntimeError(f"{where}: this process was forked, and the mesh is its parent's: only that can use it")
         if self._is_closed or not dist.is_initialized():
             raise RuntimeError(f"{where}: the mesh is closed; fdp.distributed.init makes another")
 

@@ -77,11 +77,33 @@ def ten_known_steps() -> None:
         gradient(mesh)
 
 
+def forks() -> None:
+    """What a fork does with the mesh is an error, and nothing to its parent."""
+    with init(timeout=30) as mesh:
+        gradient(mesh)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                for call in (apply_total, gradient, lambda mesh: init()):
+                    with pytest.raises(RuntimeError, match="this process was forked"):
+                        call(mesh)
+                mesh.close()
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        gradient(mesh)
+
+
 @pytest.mark.parametrize("steps", [ten_steps, ten_known_steps])
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.deep)])
 def test_a_program_that_does_not_close_the_mesh_ends_well(times: int, steps: Callable[[], None]):
     for _ in range(times):
         assert exits(steps) == [0, 0]
+
+
+def test_a_fork_leaves_the_mesh_to_its_parent():
+    assert exits(forks) == [0, 0]
 
 
 def is_left_by_process_1() -> None:

@@ -89,7 +89,7 @@ class Differentiation:
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}{hint}")
         counts = self.count is not None
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
-        same["reduce_dtype"] = self.reduce_dtype
+        same |= {"aux_weight": self.aux_weight, "reduce_dtype": self.reduce_dtype}
         how = self.weights, self.executor, seed_of(self.seed, self.randomness, self.where), self.axis_name
         object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
 

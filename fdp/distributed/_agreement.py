@@ -24,13 +24,13 @@ class Agreement:
     ) -> None:
         has_begun()
         self._is_inside = bool(AXES.get())  # calls inside others have no order
-        number = 0 if self._is_inside else processes.calls
+        self.number = 0 if self._is_inside else processes.calls
         self.where, self.processes = where, processes
         self.everybody = Session(processes.comm)
         self._tag = Tag(f"the end of {where}")
         numbers = [len(rows), *rows]
         numbers += [0] * (1 + max(processes.slots) - len(numbers))
-        tag = Tag(where, repr((number, same)), lambda: f"call {number}\n{say() or same}")
+        tag = self.numbered(where, (processes.slots, same), lambda: f"slots {processes.slots}\n{say() or same}")
         self._has_rows = len(rows) > 0
         self._begun: Any = self.everybody.begin(tag, numbers)
         self._answer: Table | BaseException | None = None
@@ -82,6 +82,10 @@ class Agreement:
 
     def part(self) -> Self:
         return self
+
+    def numbered(self, name: str, same: object, say: Callable[[], str]) -> Tag:
+        """A tag of this call, and of no other: a backward comes back to it, and may come to several in any order."""
+        return Tag(name, repr((self.number, same)), lambda: f"call {self.number}\n{say()}")
 
     def ends_with(self, tag: Tag, offer: int = 0) -> None:
         """What has to be the same in all processes at the end, and a number that need not be."""

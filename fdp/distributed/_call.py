@@ -131,7 +131,7 @@ class MeshCall(Agreement, PeerCall):
                 f"{name}: a call over several processes, with collectives, cannot be transformed by torch.func from "
                 "outside, since what is transformed stays in its process. Transform inside the mapped function"
             )
-        return self.session.agree(Tag(name, repr(same), say), numbers)
+        return self.session.agree(self.numbered(name, same, say), numbers)
 
     def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         if self.session is None:
@@ -141,7 +141,7 @@ class MeshCall(Agreement, PeerCall):
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:
         if self.session is None:
             return values
-        return everywhere(values, self, Tag(name, None if same is None else repr(same), say))
+        return everywhere(values, self, Tag(name) if same is None else self.numbered(name, same, say))
 
     def _inputs(self) -> list[Tensor]:
         return [tensor for flat in self.flats for leaf in flat.leaves for tensor in leaf_tensors(leaf)]
@@ -208,10 +208,11 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
     if not places:
         return
     distinct = {id(flat.leaves[i]): flat.leaves[i] for flat, i in places}
+    name = f"{call.where}, call {call.number}"  # backwards of several calls may come in any order
     entered = dict(
         zip(
             distinct,
-            GradientSum.apply(call.everybody.comm, call.where, None, call.is_active, *distinct.values()),
+            GradientSum.apply(call.everybody.comm, name, None, call.is_active, *distinct.values()),
             strict=True,
         )
     )

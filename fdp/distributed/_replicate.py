@@ -35,7 +35,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
         if wrong := [f"process {rank}: {listed(paths)}" for rank, paths in every if paths]:
             raise ValueError(f"replicate: values differ from those of process 0: {'; '.join(wrong)}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        shared = GradientSum.apply(comm, "replicate", shared, True, *tensors)
+        shared = GradientSum.apply(comm, f"replicate, call {processes.calls}", shared, True, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
 

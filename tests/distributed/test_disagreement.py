@@ -362,6 +362,34 @@ def an_interrupt(mesh: Any) -> None:
     fdp.dp_apply(fn, None, x_of(mesh), mesh)
 
 
+@case(("RuntimeError", r"different places: the backward of dp_apply, call \d+ in process 0, the backward of dp_apply"))
+def backwards_in_another_order(mesh: Any) -> None:
+    p = torch.ones(3, requires_grad=True)
+    found = [fdp.dp_apply(mean, p * k, x_of(mesh), mesh, out_dims="mean") for k in (1, 10)]
+    for each in reversed(found) if mesh.rank else found:
+        each.backward()
+
+
+@case(("RuntimeError", r"psum: the processes do not fit together: call \d+ in process 0, call \d+ in process 1"))
+def backwards_that_meet_in_another_order(mesh: Any) -> None:
+    p = torch.ones(3, requires_grad=True)
+    found = [fdp.dp_apply(lambda p, x: fdp.psum(x * p).sum(), p * k, x_of(mesh), mesh, out_dims=None) for k in (1, 10)]
+    for each in reversed(found) if mesh.rank else found:
+        each.backward()
+
+
+@case(("RuntimeError", r"do not fit together: slots \(1, 1\) in process 0, slots \(3, 3\) in process 1"))
+def another_mesh(mesh: Any) -> None:
+    other = fdp.distributed.init(devices=fdp.virtual_devices(3), timeout=PATIENCE)
+    fdp.value_and_grad(mean, devices=other if mesh.rank else mesh)(torch.ones(3), x_of(mesh))
+
+
+@case(("RuntimeError", "do not fit together: aux_weight='rows' in process 0, aux_weight='count' in process 1"))
+def another_weight_of_aux(mesh: Any) -> None:
+    how: Any = {"has_aux": True, "count": lambda p, x: 1 + mesh.rank, "aux_weight": ("rows", "count")[mesh.rank]}
+    fdp.value_and_grad(lambda p, x: (mean(p, x), x.mean()), devices=mesh, **how)(torch.ones(3), x_of(mesh))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_both_raise_and_the_next_call_works(two: Pool, name: str):
     check(two, name)

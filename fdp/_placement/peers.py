@@ -98,8 +98,10 @@ class PeerCall:
         """As a context: slots that have met run once more, such as for a backward."""
         return NOTHING
 
-    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
-        """As a context: around the last backward of this process, whose gradients in `leaves` go to `gradients`."""
+    def during_backward(
+        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
+        """As a context: around the last backward of this process, of `loss`. What `leaves` get goes to `gradients`."""
         return NOTHING
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:

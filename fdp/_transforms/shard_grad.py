@@ -129,7 +129,7 @@ def recording() -> contextlib.AbstractContextManager[object]:
 _DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
 
 
-Watch = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[object]]
+Watch = Callable[[torch.Tensor, Sequence[torch.Tensor]], contextlib.AbstractContextManager[object]]
 
 
 def joint(
@@ -163,7 +163,7 @@ def joint(
         given += map(torch.zeros_like, ends)
         inputs += aliases if anchor.start is None else (*aliases, anchor.start)
     is_watched = watch is not None and len(forwards) == 1 and len(roots) == 1 and not graph
-    with watch(inputs) if watch is not None and is_watched else NOTHING:
+    with watch(roots[0], inputs) if watch is not None and is_watched else NOTHING:
         found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph) if inputs else ())
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     results = []

@@ -71,11 +71,13 @@ class MeshCall(Agreement, PeerCall):
         self.ends_with(part.tag())
         return lambda: part.finish(self, self._inputs())[0]
 
-    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+    def during_backward(
+        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
         if self.digest is None or gradients.before() is None:
             return contextlib.nullcontext()
         self._order = order = []
-        return hooked(leaves, lambda leaf, _: order.append(leaf))
+        return hooked(loss, leaves, lambda leaf, _: order.append(leaf))
 
     def _agreed_order(self, count: int) -> Sequence[int]:
         """In which order gradients became ready in the first process, as many as there are."""

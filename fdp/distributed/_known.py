@@ -59,13 +59,15 @@ class KnownCall(PeerCall):
             self.talk()
         return table.pieces(pieces)
 
-    def during_backward(self, gradients: Summed, leaves: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+    def during_backward(
+        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
         before = gradients.before()
         self._runs += 1
         if before is None or len(before) != len(leaves) or len(self.agreed.packing.buckets) == 1 or self._runs > 1:
             return contextlib.nullcontext()
         self._sending = Sending(self.agreed, f"the end of {self.where}", before)
-        return hooked(leaves, self._sending.take)
+        return hooked(loss, leaves, self._sending.take)
 
     def reduce(
         self,

@@ -15,13 +15,28 @@ import torch
 from torch import Tensor
 
 from fdp._placement.moves import is_ours, references
+from fdp._trees import torch_private
 from fdp.distributed._agreed import Agreed
 
 
 @contextlib.contextmanager
-def hooked(leaves: Sequence[Tensor], take: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Have the gradient of each leaf taken when it is ready."""
-    handles = [leaf.register_hook(functools.partial(take, i)) for i, leaf in enumerate(leaves)]
+def hooked(loss: Tensor, leaves: Sequence[Tensor], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Have the gradient of each leaf taken when it is ready in the backward of the loss.
+
+    A backward inside of it, of a function that computes anew what it has not kept, comes to the same leaves, with
+    parts of their gradients.
+    """
+    backwards: list[int] = []
+
+    def begin(grad: Tensor) -> None:
+        backwards.append(torch_private.current_graph_task_id())
+
+    def ready(leaf: int, grad: Tensor) -> None:
+        if backwards[0] == torch_private.current_graph_task_id():
+            take(leaf, grad)
+
+    handles = [loss.register_hook(begin)]
+    handles += [leaf.register_hook(functools.partial(ready, i)) for i, leaf in enumerate(leaves)]
     try:
         yield
     finally:
@@ -83,6 +98,6 @@ def _alone_in_a_hook() -> tuple[tuple[int, ...], tuple[int, ...]]:
         with torch.enable_grad():
             leaf = torch.ones(2, device="cpu", requires_grad=True)
             total = made(leaf).sum()
-        with hooked([leaf], take):
+        with hooked(total, [leaf], take):
             torch.autograd.grad(total, leaf)
     return found[0], found[1]

@@ -115,6 +115,42 @@ def test_gradients_that_are_one_tensor_are_summed_once(two: Pool):
             assert_close_tree(each, {"a": expected, "b": expected, "c": torch.ones(SIZE, SIZE)}, rtol=1e-6)
 
 
+class Recomputed(torch.autograd.Function):
+    """A layer that is computed anew in the backward, by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(torch.tanh(x @ w), (x, w), grads)
+
+
+def recomputed(p: Any, x: Tensor) -> Tensor:
+    for name in "aba":
+        x = Recomputed.apply(x, p[name])
+    return x.square().mean(1).mean()
+
+
+def recomputing(mesh: Any) -> Any:
+    p = {name: parameters()[name].requires_grad_() for name in "ab"}
+    expected = torch.autograd.grad(recomputed(p, batch(8)), list(p.values()))
+    step = fdp.value_and_grad(recomputed, devices=mesh)
+    own = {name: w.detach() for name, w in p.items()}
+    return dict(zip(p, expected, strict=True)), [step(own, rows(mesh)) for _ in range(3)]
+
+
+def test_a_backward_inside_the_backward_sends_nothing(two: Pool):
+    for expected, found in two(recomputing):
+        for _, grads in found:
+            assert_close_tree(grads, expected)
+
+
 def in_half_precision(mesh: Any, microbatches: int) -> Any:
     p = {"half": torch.linspace(0, 1, 4).bfloat16(), "more": torch.ones(3).bfloat16(), "b": torch.ones(2)}
     p |= {"double": torch.ones(3, dtype=torch.float64), "large": torch.ones(SIZE, SIZE * 2).bfloat16()}

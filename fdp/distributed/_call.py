@@ -181,7 +181,8 @@ def begin(
         digest = None if found.requires_grad and torch.is_grad_enabled() else found.digest
     agreed = None if digest is None or is_full() else processes.plans.find(digest)
     if agreed is not None:
-        known = KnownCall(where, agreed, number_of(f"{agreed.call} {processes.calls} {same['seed']}"))
+        number = number_of(f"{agreed.call} {agreed.whole} {processes.calls} {same['seed']}")
+        known = KnownCall(where, agreed, number)
         if len(rows) == agreed.table.counts[processes.comm.rank]:
             return known, partition
         known.send_nothing()

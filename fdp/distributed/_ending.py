@@ -15,6 +15,9 @@ from fdp.distributed._join import PartialResult
 from fdp.distributed._lanes import Header, room_for_notes
 from fdp.distributed._overlap import Sending
 
+_MOST = 8.0
+"""How many times larger or smaller a mean may get before a step begins anew: half precision has no room for more."""
+
 
 @final
 class Ending:
@@ -27,7 +30,10 @@ class Ending:
         if not self._weight:  # only the others count
             loss = loss._replace(weights=[1.0] * len(loss.shards))
         self._loss = loss.tree(device, where)
-        self._aux = None if aux is None else PartialResult(aux.shards, aux.dims, aux.weights, 1.0, device, where, "aux")
+        # What aux is a mean over, or was the last time: so means are sent in their own size, and cannot overflow.
+        self._aux_whole = 1.0 if aux is None else float(aux.whole())
+        rest = device, where, "aux"
+        self._aux = None if aux is None else PartialResult(aux.shards, aux.dims, aux.weights, self._aux_whole, *rest)
         self._aux_weight = 0.0 if aux is None else float(sum(aux.weights or ()))
         self._parts = [] if self._aux is None else self._aux.own()
         self._kinds = list(map(kind_of, chain(self._parts, gradients.sums())))
@@ -36,12 +42,12 @@ class Ending:
     def is_plain(self) -> bool:
         """Whether all of it are sums that nothing differentiates."""
         dense = all(layout is torch.strided and not tracked for *_, layout, tracked in self._kinds)
-        return dense and (self._aux is None or self._aux.is_plain)
+        return dense and not self._loss.requires_grad and (self._aux is None or self._aux.is_plain)
 
     @property
     def kind(self) -> Any:
         """What of it is the same in all processes, beside the kinds of what is added up."""
-        return self._is_mean, self._loss.dtype, None if self._aux is None else self._aux.kind
+        return self._is_mean, self._loss.dtype, self._loss.requires_grad, None if self._aux is None else self._aux.kind
 
     def packing(self, count: int, order: Sequence[int] | None = None) -> Packing:
         """How it is sent between so many processes; in the order of gradients, if that is known."""
@@ -66,8 +72,7 @@ class Ending:
         flats, waits = ([], []) if sending is None else (sending.flats, sending.waits)
         flats += [packing.packed(k, tensors, ours) for k in range(len(flats), len(packing.buckets))]
         del tensors
-        value = self._loss.item() * self._weight if self._weight else 0.0  # not by a product: it may be infinite
-        note = Header(number, self._weight, self._aux_weight, value)
+        note = Header(number, self._weight, self._aux_weight, self._loss.item())
         wait = agreed.lane.begin(self._where, note, flats, packing.room_of(flats), waits)
 
         def finish() -> tuple[Tensor, Tree] | None:
@@ -75,8 +80,10 @@ class Ending:
             if {other.call for other in notes} != {number}:
                 return None
             whole = sum(other.weight for other in notes) if self._is_mean else 1.0
-            weight, value = sum(other.aux_weight for other in notes), sum(other.value for other in notes)
+            weight = sum(other.aux_weight for other in notes)
             if not whole or (self._aux is not None and not weight):  # what is a mean over nothing is said in full
+                return None
+            if not 1 / _MOST <= whole / agreed.whole <= _MOST:
                 return None
             sums = packing.unpacked(flats)
             own, sums = sums[: len(self._parts)], sums[len(self._parts) :]
@@ -85,8 +92,10 @@ class Ending:
                     x.mul_(agreed.whole / whole)
                 agreed.whole = whole
             gradients.replace_sums(sums)
-            aux = None if self._aux is None else self._aux.completed(own, weight)
-            found = torch.tensor(value / whole, dtype=torch.float64, device="cpu")
+            aux = None if self._aux is None else self._aux.completed(own, weight / self._aux_whole)
+            # Without those that count nothing, whose value may be infinite.
+            value = sum(other.value * (other.weight / whole) for other in notes if other.weight)
+            found = torch.tensor(value, dtype=torch.float64, device="cpu")
             return found.to(self._loss.device, self._loss.dtype), aux
 
         return finish

@@ -25,7 +25,7 @@ from fdp.distributed._processes import has_begun, in_full
 
 @final
 class KnownCall(PeerCall):
-    """See `PeerCall`. `number` says which call of which plan this is."""
+    """See `PeerCall`. `number` says which call of which plan this is, and what it goes on from."""
 
     def __init__(self, where: str, agreed: Agreed, number: int) -> None:
         self.where, self.agreed, self.number = where, agreed, number

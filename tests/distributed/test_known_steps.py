@@ -1,5 +1,7 @@
 """Steps whose plan all processes have agreed on before: one message, and whoever is not in it is named."""
 
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +150,53 @@ def test_rows_and_counts_may_change(two: Pool, slots: Any, is_masked: bool):
         grads, value = step(PARAMS, torch.cat([rows(0, a), rows(6, b)]))
         for found in each:
             assert_close_tree(found[i], (value, grads))
+
+
+def in_half(mesh: Any) -> Any:
+    """float16 has no room for gradients that are too large or too small by as much as rows change."""
+    step = fdp.value_and_grad(lambda p, x: (x * p).sum(1).float().mean() * 100, devices=mesh)
+    return [step(torch.ones(2).half(), torch.ones(size, 2).half())[1].tolist() for size in (1, 2048, 1, 2048)]
+
+
+def test_rows_may_change_much(two: Pool):
+    assert two(in_half) == [[[100.0, 100.0]] * 4] * 2
+
+
+def large_means(mesh: Any) -> Any:
+    most = torch.finfo(torch.float32).max
+    step = fdp.value_and_grad(lambda p, x: (p * 0 + 1e308, {"most": torch.tensor(most)}), devices=mesh, has_aux=True)
+    found = [step(torch.ones((), dtype=torch.float64), own(mesh, count))[0] for count in (4, 4, 8)]
+    return [(value.item(), aux["most"].item() == most) for value, aux in found]
+
+
+def test_means_of_large_numbers(two: Pool):
+    assert two(large_means) == [[(1e308, True)] * 3] * 2
+
+
+def interrupted(mesh: Any) -> Any:
+    """Process 0 leaves a step with other rows before its end, and goes on all the same."""
+    step = fdp.value_and_grad(loss, devices=mesh)
+    for _ in range(2):
+        step(PARAMS, own(mesh, 4))
+
+    def leave(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt("left")
+
+    if mesh.rank == 0:
+        before = signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt, match="left"):
+            step(PARAMS, own(mesh, 2))
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(0.5)
+        step(PARAMS, own(mesh, 2))
+    return step(PARAMS, own(mesh, 2))
+
+
+def test_one_that_has_left_a_step_does_not_add_to_the_next_one(two: Pool):
+    for found in two(interrupted):
+        assert_close_tree(found, oracle(4))
 
 
 def by_kind(mesh: Any) -> Any:

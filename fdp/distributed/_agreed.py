@@ -99,6 +99,7 @@ class AgreedPlans:
         agreed = Agreed(call, table, self._lanes.lane(packing), packing, kind, whole)
         old = self._plans.pop(digest, agreed)
         self._changes[digest] += (old.kind, old.table.counts) != (kind, table.counts)
+        self._plans = {key: each for key, each in self._plans.items() if each.lane.is_open}  # others hold connections
         for first in list(self._plans)[: 1 - _MOST]:
             del self._plans[first]
         if self._changes[digest] < _CHANGES:

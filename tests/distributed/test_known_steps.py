@@ -1,6 +1,8 @@
 """Steps whose plan all processes have agreed on before: one message, and whoever is not in it is named."""
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +240,21 @@ def in_turns(mesh: Any) -> Any:
 def test_two_functions_are_two_plans(two: Pool):
     for each in two(in_turns, 1):
         assert [len(said) for said in each] == [1, 1]
+
+
+def many_plans(mesh: Any) -> list[int]:
+    """How many files and connections a process has after eight plans, and later on."""
+    found = []
+    for size in range(1, 25):
+        fdp.grad(lambda p, x: p.sum() * x.mean(), devices=mesh)(torch.ones(size), own(mesh))
+        found += [len(os.listdir("/proc/self/fd"))] if size % 8 == 0 else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no other folder of what a process has open")
+def test_connections_of_old_plans_are_closed(two: Pool):
+    for first, *later in two(many_plans):
+        assert max(later) <= first + 4
 
 
 # ---- one process is not in the step

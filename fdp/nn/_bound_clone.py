@@ -6,6 +6,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from fdp._execution.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Walk, items, join_path
@@ -19,6 +20,7 @@ class Skeleton:
 
     `trusted` says that calling the clone is calling the module: nothing that the two share leads back to the module.
     Unless `cyclic`, a skeleton does not keep its module alive. `slots` are its parameters and buffers.
+    `has_own_statistics` says that several slots do not compute what one device does.
     """
 
     def __init__(self, module: nn.Module, *, shares: bool = False) -> None:
@@ -50,6 +52,8 @@ class Skeleton:
         self._plain = {path: tensor for path, tensor in self._tensors.items() if id(tensor) not in self.slots.ids}
         # A subclass may name what is in no registry.
         self.trusted = self._is_safe and named == set(self.slots.names)
+        parts = (module, *self._children)
+        self.has_own_statistics = any(may_take_own(part) and takes_own(part) for part in parts)
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether this is what the module is now. Numbers, strings and tensors that were set anew are taken over."""

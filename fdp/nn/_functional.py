@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp._execution.function_traits import Safe
+from fdp._execution.own_statistics import say_own
 from fdp._execution.returned import note
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
@@ -44,6 +45,8 @@ class Apply(Safe):
         if torch.compiler.is_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
         skeleton = take(pool, module)
+        if skeleton.has_own_statistics:
+            say_own(module)
         try:
             if skeleton.trusted and not torch_private.has_any_global_hook():
                 out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp._execution.alone import be_alone
+from fdp._execution.own_statistics import say_own
 from fdp._execution.patches import stand_in_for_functional_call
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE
 from fdp._trees import torch_private
@@ -66,6 +67,8 @@ def functional_call(
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
     skeleton = take(pool_of(module), module)
+    if skeleton.has_own_statistics:
+        say_own(module)
     if not skeleton.trusted or torch_private.has_any_global_hook() or torch_private.get_tracing_state():
         with in_place():
             try:

@@ -4,6 +4,7 @@
 An argument that loses its type, or a result that has none, is an error here before users see it.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,6 +89,7 @@ def modules(x: Tensor, devices: tuple[torch.device, ...]) -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     synchronised: nn.Sequential = fdp.nn.convert_sync_batchnorm(network)
     assert isinstance(synchronised[1], fdp.nn.SyncBatchNorm)
+    warnings.simplefilter("ignore", fdp.nn.BatchNormWarning)
     apply, (params, buffers) = fdp.functional(synchronised)
     fdp.thread_safe(apply)
     out, _ = fdp.dp_apply(apply, (params, buffers), x, devices)

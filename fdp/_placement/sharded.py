@@ -12,7 +12,7 @@ from fdp._placement.peers import ALONE, Located, Peers
 from fdp._placement.picture import Picture, rows_of_slots
 from fdp._trees.registry import register_leaf
 from fdp._trees.table import runs_text
-from fdp._trees.tree import tensors_in
+from fdp._trees.tree import flatten_any, tensors_in
 from fdp._trees.types import AUTO, Auto, Dims, Tree
 
 
@@ -179,9 +179,57 @@ class Replicated(Slots):
     dims: Dims | Auto = None
     _one: ClassVar[str] = "fdp.unreplicate(x)"
 
-    def map(self, fn: Callable[[Tree], Tree]) -> "Replicated":
-        """Apply a function to the tree of every slot, one after the other."""
-        return Replicated(tuple(fn(shard) for shard in self.shards), self.devices, peers=self.peers)
+    def map(self, fn: Callable[..., Tree], *others: "Replicated") -> "Replicated":
+        """Apply a function to the trees of every slot: the update of a state that stays on its slots.
+
+        `params.map(update, grads)[i] == update(params[i], grads[i])`. Nothing is copied between devices.
+
+        >>> import fdp, torch
+        >>> slots = fdp.virtual_devices(2)
+        >>> params = fdp.replicate(torch.ones(2), slots)
+        >>> grads = fdp.grad(lambda w, x: (x @ w).sum(), devices=slots)(params, torch.ones(4, 2))
+        >>> params = params.map(lambda w, g: w - 0.1 * g, grads)
+        >>> params
+        Replicated(2 slots on cpu x 2: float32[2])
+        >>> params[1]
+        tensor([0.9000, 0.9000])
+
+        Args:
+            fn: Called on one slot after the other; on accelerators the work overlaps. It may write to its arguments in
+                place. What it returns must be the same on every slot, so it must not draw random numbers: that is for
+                `parallel_apply(..., seed=..., randomness="same")`.
+            others: `Replicated` on the same slots. `fdp.replicate(tree, devices)` makes one of a tree; numbers such as
+                a learning rate go into `fn`.
+
+        Raises:
+            TypeError: Another argument is not `Replicated`.
+            ValueError: They are on different slots; what `fn` returned differs between slots in structure, dtype or
+                shape, or is not on the slot's device.
+        """
+        for i, other in enumerate(others):
+            if not isinstance(other, Replicated):
+                what = "write fdp.replicate(it, x.devices), or put it into fn: x.map(lambda tree: fn(tree, it))"
+                raise TypeError(f"Replicated.map: others[{i}] is {_kind(other)}, expected a Replicated; {what}")
+            if other.devices != self.devices or other.peers is not self.peers:
+                raise ValueError(f"Replicated.map: others[{i}] is on other slots: {other!r}, the first is {self!r}")
+        columns = zip(self.shards, *(other.shards for other in others), strict=True)
+        result = Replicated(tuple(fn(*trees) for trees in columns), self.devices, peers=self.peers)
+        _check_alike(result)
+        return result
+
+
+def _check_alike(result: Replicated) -> None:
+    """Whether what a function has returned can be the same on all slots, without a look at the values."""
+    flats = [flatten_any(shard, "result") for shard in result.shards]
+    kinds = [[(x.dtype, x.shape) if isinstance(x, torch.Tensor) else None for x in flat.leaves] for flat in flats]
+    for slot, (flat, kind) in enumerate(zip(flats, kinds, strict=True)):
+        if flat.structure != flats[0].structure or kind != kinds[0]:
+            each = f"{summary(result[0])} on slot 0, {summary(result[slot])} on slot {slot}"
+            raise ValueError(f"Replicated.map: what fn returned differs between slots: {each}")
+        on = result.devices[slot]
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.device != on and (leaf.ndim or leaf.device.type != "cpu"):
+                raise ValueError(f"Replicated.map: {flat.path(i)} of slot {slot} is on {leaf.device}, the slot on {on}")
 
 
 for cls in (Sharded, Replicated):

@@ -166,6 +166,47 @@ def test_map_of_a_replicated_is_a_replicated():
     assert_same_tree(fdp.gather(value), X * 2)
 
 
+def test_map_of_several_is_an_update_that_stays_on_the_slots():
+    params, grads = fdp.replicate({"w": X}, SLOTS), fdp.replicate({"w": X + 1}, SLOTS)
+    with fdp.transfers() as log:
+        both = params.map(lambda p, g: ({"w": p["w"] - g["w"]}, "text"), grads)
+    assert not log
+    assert both.devices == SLOTS
+    new, text = both.unzip()
+    assert type(new) is type(text) is fdp.Replicated
+    assert_same_tree(new.shards, ({"w": X - (X + 1)},) * 2)
+    in_place = params.map(lambda p: p["w"].zero_())
+    assert all(got is shard["w"] for got, shard in zip(in_place.shards, params.shards, strict=True))
+
+
+def test_an_optimizer_on_each_slot():
+    params = fdp.replicate({"w": X}, SLOTS)
+    optimizers = params.map(lambda shard: torch.optim.SGD(shard.values(), lr=0.1))
+    assert optimizers[1].param_groups[0]["params"][0] is params[1]["w"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: x.map(max, {"w": X}), TypeError, r"others\[0\] is dict, expected a Replicated; write fdp.replicate"),
+        (lambda x: x.map(max, x, sharded()), TypeError, r"others\[1\] is Sharded, expected a Replicated"),
+        (lambda x: x.map(max, fdp.replicate(X, "meta")), ValueError, r"others\[0\] is on other slots: .* on meta"),
+        (lambda x: x.map(max, fdp.replicate(X, ["cpu"] * 3)), ValueError, r"others\[0\] is on other slots: .*3 slots"),
+        (lambda x: x.map(lambda p: p if p is x[0] else (p,)), ValueError, r"differs .* on slot 0, .* on slot 1"),
+        (lambda x: x.map(lambda p: p["x"] if p is x[0] else 1), ValueError, r"float64\[3, 2\] on slot 0, 1 on slot 1"),
+        (lambda x: x.map(lambda p: X[: 1 + (p is x[0])]), ValueError, r"float64\[2, 2\] on slot 0, float64\[1, 2\] on"),
+        (
+            lambda x: x.map(lambda p: {"a": X.to("meta")}),
+            ValueError,
+            r"result\['a'\] of slot 0 is on meta, the slot on",
+        ),
+    ],
+)
+def test_map_of_what_cannot_be_the_same_on_all_slots(call: Any, error: Any, message: str):
+    with pytest.raises(error, match=f"^Replicated.map: .*{message}"):
+        call(replicated())
+
+
 def test_map_calls_in_order():
     seen: list[int] = []
     sharded().map(lambda shard: seen.append(len(shard["x"])))

@@ -46,6 +46,8 @@ from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 from fdp.nn._functional import functional as functional
 from fdp.nn._functional_call import functional_call as functional_call
+from fdp.nn._write_back import set_buffers as set_buffers
+from fdp.nn._write_back import set_grads as set_grads
 
 __version__ = "0.1.0"
 

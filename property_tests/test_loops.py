@@ -48,24 +48,66 @@ def stepped_in_place(params: Any, momentum: Any, grads: Any) -> tuple[Any, Any]:
 @given(st.data())
 def test_training_on_slots_is_training_on_one_device(data: st.DataObject):
     slots = data.draw(slot_counts())
-    where, executor = data.draw(devices(slots)), data.draw(executors())
+    where = data.draw(devices(slots))
     rows = data.draw(st.lists(row_counts(slots, at_least=1), min_size=1, max_size=4))
     params = data.draw(parameters(states=["plain"]))
     params = mapped(lambda leaf: leaf.clone(), params)  # ties and shared memory would be one state on one device
     momentum = mapped(torch.zeros_like, params)
     step = data.draw(st.sampled_from([stepped, stepped_in_place]))
-    state = fdp.replicate(params, where), fdp.replicate(momentum, where)
-    value_and_grad = fdp.value_and_grad(loss_of, devices=where, executor=executor)
+    state: Any = fdp.replicate(params, where), fdp.replicate(momentum, where)
+    value_and_grad = fdp.value_and_grad(loss_of, devices=where, executor=data.draw(executors()))
     for number, count in enumerate(rows):
         batch = batch_of(count, number)
         value, grads = value_and_grad(state[0], *batch)
-        new: Any = fdp.parallel_apply(step, *state, grads, executor=executor)
-        state = tuple(fdp.Replicated(part.shards, part.devices) for part in new)
+        state = state[0].map(step, state[1], grads).unzip()
         want, (true_grads,) = value_and_grads(lambda p, batch=batch: loss_of(p, *batch), [params], [0])
         params, momentum = stepped(params, momentum, true_grads)
         assert_close(value, want.detach())
         for slot in range(slots):
             assert_close((state[0][slot], state[1][slot]), (params, momentum))
+
+
+class Model(torch.nn.Module):
+    """Parameters, and a buffer that forward writes to."""
+
+    mean: torch.Tensor
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.all = torch.nn.ParameterList(params)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return loss_of(list(self.all), x, y)
+
+
+@given(st.data())
+def test_training_a_module_is_the_plain_loop(data: st.DataObject):
+    slots = data.draw(slot_counts())
+    where, executor = data.draw(devices(slots)), data.draw(executors())
+    clip = data.draw(st.sampled_from([1e-2, 1e9]))
+    leaves = [torch.ones(2, dtype=torch.float64), *leaves_of(data.draw(parameters(states=["plain"])))]
+    plain, model = (Model([leaf.clone() for leaf in leaves]) for _ in range(2))
+    apply, (params, buffers) = fdp.functional(model)
+
+    def loss(params: Any, buffers: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return apply((params, buffers), x, y)
+
+    step = fdp.value_and_grad(loss, has_aux=True, devices=where, executor=executor, in_dims=(None, None, 0, 0))
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=RATE, momentum=MOMENTUM) for each in (model, plain))
+    for number, count in enumerate(data.draw(st.lists(row_counts(slots, at_least=1), min_size=1, max_size=4))):
+        batch = batch_of(count, number)
+        theirs.zero_grad()
+        plain(*batch).backward()
+        (_, new), grads = step(params, buffers, *batch)
+        fdp.set_grads(model, grads)
+        fdp.set_buffers(model, new)
+        norm, true_norm = (torch.nn.utils.clip_grad_norm_(each.parameters(), clip) for each in (model, plain))
+        assert_close(norm, true_norm)
+        ours.step()
+        theirs.step()
+        (assert_same if slots == 1 else assert_close)(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 @given(st.data())

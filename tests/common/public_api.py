@@ -61,6 +61,8 @@ def state(w: Tensor, x: Tensor, devices: tuple[torch.device, ...]) -> None:
     everywhere: fdp.Replicated = fdp.replicate(w, devices)
     with fdp.transfers() as log:
         products = cast(fdp.Sharded, fdp.parallel_apply(torch.mul, everywhere, sharded))
+    doubled: fdp.Replicated = everywhere.map(torch.add, everywhere)
+    assert len(doubled) == len(devices)
     moved: list[fdp.Transfer | fdp.Collective] = list(log)
     assert not moved  # all slots are on the CPU
     picture: fdp.Picture = fdp.visualize(products)
@@ -95,6 +97,8 @@ def modules(x: Tensor, devices: tuple[torch.device, ...]) -> None:
     out, _ = fdp.dp_apply(apply, (params, buffers), x, devices)
     parameters: dict[str, Tensor] = dict(network.named_parameters())
     torch.testing.assert_close(fdp.functional_call(network, parameters, x), out)
+    fdp.set_grads(network, parameters)
+    fdp.set_buffers(synchronised, buffers)
     fdp.DataParallel(network, device_ids=["cpu", "cpu"])(x)
     fdp.data_parallel(network, x, ["cpu", "cpu"])
     inputs: Any = fdp.nn.scatter(x, ["cpu", "cpu"])

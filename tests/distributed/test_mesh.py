@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fdp
 from tests.common import depth
@@ -342,6 +342,37 @@ def trained(seat: Seat, name: str) -> Any:
 @everywhere
 def test_a_loop_with_state_on_devices(two: Pool, layout: Layout):
     same_at_all_scales(two, layout, trained, "")
+
+
+def trained_by_torch(seat: Seat, name: str) -> Any:
+    """Two loops: a module with torch.optim, and an update of replicated parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), fdp.nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
+    apply, (params, buffers) = fdp.functional(model)
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+        out, new = apply((params, buffers), x)
+        return out.square().mean(), new
+
+    def update(params: Any, grads: Any) -> Any:
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}
+
+    step = fdp.value_and_grad(loss, has_aux=True, in_dims=(None, None, 0), **seat.on)
+    optimizer, resident = torch.optim.SGD(model.parameters(), lr=0.1), fdp.replicate(params, seat.devices)
+    for _ in range(3):
+        x = seat.own(torch.arange(21.0, dtype=torch.float64).reshape(7, 3).sin())
+        resident = resident.map(update, step(resident, buffers, x)[1])
+        (_, new), grads = step(params, buffers, x)
+        fdp.set_grads(model, grads)
+        fdp.set_buffers(model, new)
+        optimizer.step()
+    return {"whole": (dict(model.state_dict()), fdp.unreplicate(resident))}
+
+
+@in_few
+def test_a_loop_with_torch_optim(two: Pool, layout: Layout):
+    found = same_at_all_scales(two, layout, trained_by_torch, "")
+    assert_close_tree({n: found["whole"][0][n] for n in found["whole"][1]}, found["whole"][1])
 
 
 def collected(seat: Seat, across: bool) -> Any:

@@ -22,6 +22,7 @@ _LAZY = (
     MappingView,
 )  # what people write for a list or dict of tensors
 
+_NO_CACHE = "A model of transformers returns no cache with use_cache=False"
 _WAYS = (
     f"Make it a dataclass, or register it with optree.register_pytree_node(..., namespace={NAMESPACE!r}). What all "
     "slots are to share as it is, the function can close over"
@@ -132,7 +133,8 @@ def refusal(obj: Any) -> Refusal | None:
     if isinstance(obj, torch.nn.Module):
         way_out = "Pass its tensors instead: apply, (params, buffers) = fdp.functional(module)"
         return Refusal(f"the nn.Module {name}", "", way_out)
-    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", found, _WAYS)
+    ways = f"{_WAYS}. {_NO_CACHE}" if name.endswith("Cache") else _WAYS
+    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", found, ways)
 
 
 @constant_while_compiling

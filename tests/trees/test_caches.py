@@ -155,3 +155,14 @@ def test_a_cache_that_is_a_dict_with_attributes():
     module, x = Keeping(), numbers(7, 6, 4)
     got = DataParallel(module, CPUS)(x)
     assert_close_tree([got.last, dict.__getitem__(got, "keys")], [module.qkv(x)] * 2)
+
+
+def test_a_cache_in_a_function():
+    """It is no tree: the error says how a model of transformers returns none."""
+    module, x = Model(), numbers(7, 6, 4)
+    apply, state = fdp.functional(module)
+    message = r"out\[0\]\['hidden'\] is a Cache, which holds tensors .* with use_cache=False$"
+    with pytest.raises(TypeError, match=message):
+        fdp.dp_apply(apply, state, x, fdp.virtual_devices(3))
+    got, _ = fdp.dp_apply(apply, state, x, fdp.virtual_devices(3), kwargs={"use_cache": False})
+    assert_close_tree(got, module(x, use_cache=False))

@@ -18,9 +18,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 
 from fdp.nn import gather, replicate, scatter, scatter_kwargs
-from tests.common.depth import few
 from tests.common.comparing import assert_same_tree, unharmed
 from tests.common.containers import Batch, Output, Pixel, Point, Two, tensors_of
+from tests.common.depth import few
 from tests.common.hard_trees import TREES
 from tests.common.numbers import COUNTS, numbers
 

@@ -1,6 +1,5 @@
-"""What docs/how_to/collectives.md builds, from end to end: its functions as the page has them, against one device."""
+"""What pages about collectives build, from end to end: their functions as the pages have them, against one device."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +18,40 @@ from tests.package.test_docs import ROOT, blocks
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_count = pytest.mark.parametrize("slots", COUNTS)
-PAGE: Path = ROOT / "docs" / "how_to" / "collectives.md"
+
+
+def page(name: str) -> SimpleNamespace:
+    """The names that a page of the docs defines."""
+    path, names = ROOT / "docs" / "how_to" / f"{name}.md", dict[str, Any](__name__="page")
+    for above, code in blocks(path):
+        if ">>>" not in code:
+            exec(compile("\n" * above + code, path, "exec"), names)
+    return SimpleNamespace(**names)
 
 
 @pytest.fixture(scope="module")
-def page() -> SimpleNamespace:
-    """The names that the page defines."""
-    names: dict[str, Any] = {"__name__": "page"}
-    for above, code in blocks(PAGE):
-        if ">>>" not in code:
-            exec(compile("\n" * above + code, PAGE, "exec"), names)
-    return SimpleNamespace(**names)
+def collectives() -> SimpleNamespace:
+    return page("collectives")
+
+
+@pytest.fixture(scope="module")
+def optimizers() -> SimpleNamespace:
+    return page("optimizers")
+
+
+@pytest.fixture(scope="module")
+def ensembles() -> SimpleNamespace:
+    return page("ensembles_and_maml")
+
+
+@pytest.fixture(scope="module")
+def batch_norm() -> SimpleNamespace:
+    return page("batch_norm")
+
+
+@pytest.fixture(scope="module")
+def unequal_gpus() -> SimpleNamespace:
+    return page("unequal_gpus")
 
 
 # ---- standardised
@@ -38,12 +60,12 @@ def page() -> SimpleNamespace:
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [13, 8, 2])
-def test_standardised_by_the_whole_batch(page: Any, slots: int, rows: int, executor: Any):
+def test_standardised_by_the_whole_batch(collectives: Any, slots: int, rows: int, executor: Any):
     def one(x: Tensor) -> Tensor:
         return (x - x.mean(0)) / x.std(0, correction=0)
 
     x, other = numbers(rows, 3).requires_grad_(), numbers(rows, 3).requires_grad_()
-    got = fdp.dp_apply(page.standardised, None, x, fdp.virtual_devices(slots), executor=executor)
+    got = fdp.dp_apply(collectives.standardised, None, x, fdp.virtual_devices(slots), executor=executor)
     want = one(other)
     (got**3).sum().backward()
     (want**3).sum().backward()
@@ -54,17 +76,17 @@ def test_standardised_by_the_whole_batch(page: Any, slots: int, rows: int, execu
 
 
 @each_count
-def test_the_trap_is_as_large_as_the_page_says(page: Any, slots: int):
+def test_the_trap_is_as_large_as_the_page_says(collectives: Any, slots: int):
     devices, w, x = fdp.virtual_devices(slots), torch.tensor(1.0, dtype=torch.float64), numbers(14)
     total = x.sum()
-    torch.testing.assert_close(fdp.dp_apply(page.right, w, x, devices, out_dims=None), total)
-    each = fdp.dp_apply(page.trap, w, x, devices, out_dims="list")
+    torch.testing.assert_close(fdp.dp_apply(collectives.right, w, x, devices, out_dims=None), total)
+    each = fdp.dp_apply(collectives.trap, w, x, devices, out_dims="list")
     torch.testing.assert_close(torch.stack(each), slots * torch.stack([part.sum() for part in x.tensor_split(slots)]))
 
     def summed(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum(page.total(w, x))
+        return fdp.psum(collectives.total(w, x))
 
-    value, grad = fdp.value_and_grad(page.mean_of_all, devices=devices)(w, x)
+    value, grad = fdp.value_and_grad(collectives.mean_of_all, devices=devices)(w, x)
     torch.testing.assert_close((value, grad), (total / 14, total / 14))
     value, grad = fdp.value_and_grad(summed, devices=devices, reduction="sum")(w, x)
     torch.testing.assert_close((value, grad), (slots * total, slots * total))
@@ -80,18 +102,41 @@ def pairs(rows: int) -> tuple[Tensor, Tensor]:
     return a, a + 0.3 * torch.cos(5 * a)
 
 
+def embed(params: Any, x: Tensor) -> Tensor:
+    return F.normalize(torch.tanh(x @ params["w"]) @ params["v"], dim=1)
+
+
+def contrastive_sum(params: Any, a: Tensor, b: Tensor) -> Tensor:
+    """The loss of each of this slot's rows, against all rows, added up."""
+    a, b = embed(params, a), embed(params, b)
+    sizes = fdp.all_gather(torch.tensor([len(a)]))
+    partner = sizes[: fdp.axis_index()].sum() + torch.arange(len(a))
+    ab, ba = a @ fdp.all_gather(b).T, b @ fdp.all_gather(a).T
+    sums = [F.cross_entropy(logits / 0.1, partner, reduction="sum") for logits in (ab, ba)]
+    return sum(sums) / 2
+
+
+def contrastive(params: Any, a: Tensor, b: Tensor) -> Tensor:
+    return contrastive_sum(params, a, b) / len(a)
+
+
+def contrastive_step(params: Any, a: Tensor, b: Tensor) -> Any:
+    rows = fdp.psum(fdp.axis_rows())
+    grads, loss = torch.func.grad_and_value(lambda p: contrastive_sum(p, a, b) / rows)(params)
+    return fdp.psum((loss, grads))
+
+
 def contrastive_on_one_device(params: Any, a: Tensor, b: Tensor) -> Tensor:
-    a, b = (F.normalize(torch.tanh(x @ params["w"]) @ params["v"], dim=1) for x in (a, b))
-    logits, partner = a @ b.T / 0.1, torch.arange(len(a))
+    logits, partner = embed(params, a) @ embed(params, b).T / 0.1, torch.arange(len(a))
     return (F.cross_entropy(logits, partner) + F.cross_entropy(logits.T, partner)) / 2
 
 
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [15, 9, 2])
-def test_contrastive_by_value_and_grad(page: Any, slots: int, rows: int, executor: Any):
+def test_contrastive_by_value_and_grad(slots: int, rows: int, executor: Any):
     want = torch.func.grad_and_value(contrastive_on_one_device)(PARAMS, *pairs(rows))[::-1]
-    loss = fdp.value_and_grad(page.contrastive, devices=fdp.virtual_devices(slots), executor=executor)
+    loss = fdp.value_and_grad(contrastive, devices=fdp.virtual_devices(slots), executor=executor)
     assert_close_tree(loss(PARAMS, *pairs(rows)), want)
 
 
@@ -99,26 +144,24 @@ def test_contrastive_by_value_and_grad(page: Any, slots: int, rows: int, executo
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [15, 9, 2])
-def test_contrastive_by_parallel_apply(page: Any, slots: int, rows: int, executor: Any):
+def test_contrastive_by_parallel_apply(slots: int, rows: int, executor: Any):
     """Slots without rows take part: what they send is empty."""
     want = torch.func.grad_and_value(contrastive_on_one_device)(PARAMS, *pairs(rows))[::-1]
     devices = fdp.virtual_devices(slots)
     batch = (fdp.scatter(x, devices, keep_empty=True) for x in pairs(rows))
     params = fdp.replicate(PARAMS, devices)
-    loss, grads = fdp.parallel_apply(page.contrastive_step, params, *batch, executor=executor)
+    loss, grads = fdp.parallel_apply(contrastive_step, params, *batch, executor=executor)
     for slot in range(slots):
         assert_close_tree((loss[slot], grads[slot]), want)
 
 
 @each_executor
 @pytest.mark.parametrize("weights", [None, (3, 1, 0, 2)], ids=["balanced", "weighted"])
-def test_contrastive_differentiated_from_outside(page: Any, executor: Any, weights: Any):
+def test_contrastive_differentiated_from_outside(executor: Any, weights: Any):
     devices = fdp.virtual_devices(4)
 
     def whole(params: Any, a: Tensor, b: Tensor) -> Tensor:
-        return fdp.dp_apply(
-            page.contrastive, params, (a, b), devices, out_dims="mean", executor=executor, weights=weights
-        )
+        return fdp.dp_apply(contrastive, params, (a, b), devices, out_dims="mean", executor=executor, weights=weights)
 
     params, others = ({name: p.clone().requires_grad_() for name, p in PARAMS.items()} for _ in range(2))
     (a, b), (c, d) = ([x.requires_grad_() for x in pairs(9)] for _ in range(2))
@@ -132,11 +175,11 @@ def test_contrastive_differentiated_from_outside(page: Any, executor: Any, weigh
 
 
 @each_executor
-def test_contrastive_under_torch_func_from_outside(page: Any, executor: Any):
+def test_contrastive_under_torch_func_from_outside(executor: Any):
     devices = fdp.virtual_devices(3)
 
     def whole(params: Any) -> Tensor:
-        return fdp.dp_apply(page.contrastive, params, pairs(7), devices, out_dims="mean", executor=executor)
+        return fdp.dp_apply(contrastive, params, pairs(7), devices, out_dims="mean", executor=executor)
 
     def one(params: Any) -> Tensor:
         return contrastive_on_one_device(params, *pairs(7))
@@ -154,19 +197,19 @@ def test_negatives_of_one_slot_are_another_loss():
 
 
 @pytest.mark.parametrize("rows", [8, 7])
-def test_the_mean_of_gradients_needs_even_rows(page: Any, rows: int):
+def test_the_mean_of_gradients_needs_even_rows(rows: int):
     """Why the step on the page weights its loss first."""
 
     def step(params: Any, a: Tensor, b: Tensor) -> Any:
-        return fdp.pmean(torch.func.grad(page.contrastive)(params, a, b), weight="rows")
+        return fdp.pmean(torch.func.grad(contrastive)(params, a, b), weight="rows")
 
     want = torch.func.grad(contrastive_on_one_device)(PARAMS, *pairs(rows))
     got = fdp.dp_apply(step, PARAMS, pairs(rows), fdp.virtual_devices(2), out_dims=None)
     assert torch.allclose(want["w"], got["w"], rtol=1e-3) == (rows == 8)
 
 
-def test_microbatches_need_a_row_each(page: Any):
-    loss = fdp.value_and_grad(page.contrastive, devices=fdp.virtual_devices(2), microbatches=2)
+def test_microbatches_need_a_row_each():
+    loss = fdp.value_and_grad(contrastive, devices=fdp.virtual_devices(2), microbatches=2)
     with pytest.raises(RuntimeError, match=r"all_gather in shard 0 waits for shard 1, which has returned"):
         loss(PARAMS, *pairs(3))
     value, _ = loss(PARAMS, *pairs(4))
@@ -188,13 +231,13 @@ def stack_of(members: int) -> tuple[list[nn.Module], dict[str, Tensor]]:
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count
-def test_each_member_of_an_ensemble_learns_as_if_alone(page: Any, slots: int, members: int, executor: Any):
+def test_each_member_of_an_ensemble_learns_as_if_alone(ensembles: Any, slots: int, members: int, executor: Any):
     models, stacked = stack_of(members)
     x, y = numbers(10, 6), torch.arange(10) % 3
     parts: Any = fdp.scatter(stacked, fdp.virtual_devices(slots))
     losses: Any = None
     for _ in range(3):
-        parts, losses = fdp.parallel_apply(page.train_members, parts, x, y, executor=executor)
+        parts, losses = fdp.parallel_apply(ensembles.train_members, parts, x, y, executor=executor)
     trained = fdp.gather(parts, 0)
 
     want_losses = []
@@ -213,11 +256,15 @@ def test_each_member_of_an_ensemble_learns_as_if_alone(page: Any, slots: int, me
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count
-def test_an_ensemble_predicts_as_on_one_device(page: Any, slots: int, members: int, executor: Any):
+def test_an_ensemble_predicts_as_on_one_device(ensembles: Any, slots: int, members: int, executor: Any):
     models, stacked = stack_of(members)
     x = numbers(10, 6)
     ensemble = fdp.shard_map(
-        page.predict, devices=fdp.virtual_devices(slots), in_dims=(0, None), out_dims=None, executor=executor
+        ensembles.predict_members,
+        devices=fdp.virtual_devices(slots),
+        in_dims=(0, None),
+        out_dims=None,
+        executor=executor,
     )
     each = torch.stack([model(x).softmax(-1).detach() for model in models])
     assert_close_tree(ensemble(stacked, x), {"mean": each.mean(0), "spread": each.std(0, correction=0)})
@@ -226,12 +273,16 @@ def test_an_ensemble_predicts_as_on_one_device(page: Any, slots: int, members: i
 # ---- optimizers
 
 
-def on_one_device(make: Any, steps: int) -> dict[str, Tensor]:
+def regression(rows: int) -> tuple[Tensor, Tensor]:
+    return numbers(rows, 6), numbers(rows, 4)
+
+
+def on_one_device(make: Any, steps: int, loss: Any = contrastive_on_one_device, batch: Any = None) -> dict[str, Tensor]:
     params = {name: p.clone().requires_grad_() for name, p in PARAMS.items()}
     optimizer = make(params.values())
     for _ in range(steps):
         optimizer.zero_grad()
-        contrastive_on_one_device(params, *pairs(11)).backward()
+        loss(params, *(batch or pairs(11))).backward()
         optimizer.step()
     return {name: p.detach() for name, p in params.items()}
 
@@ -246,12 +297,12 @@ def torch_adam(params: Any) -> torch.optim.Optimizer:
 
 @each_executor
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_functional_optimizers_on_replicas(page: Any, name: str, executor: Any):
-    update, make = {"sgd": (page.sgd, torch_sgd), "adam": (page.adam, torch_adam)}[name]
-    start = optree.tree_map(torch.zeros_like, PARAMS) if name == "sgd" else page.adam_init(PARAMS)
+def test_functional_optimizers_on_replicas(optimizers: Any, name: str, executor: Any):
+    update, make = {"sgd": (optimizers.sgd, torch_sgd), "adam": (optimizers.adam, torch_adam)}[name]
+    start = optree.tree_map(torch.zeros_like, PARAMS) if name == "sgd" else optimizers.adam_init(PARAMS)
 
     def step(params: Any, state: Any, a: Tensor, b: Tensor) -> Any:
-        return update(params, page.contrastive_step(params, a, b)[1], state)
+        return update(params, contrastive_step(params, a, b)[1], state)
 
     devices = fdp.virtual_devices(4)
     params: Any = fdp.replicate(PARAMS, devices)
@@ -267,26 +318,26 @@ def test_functional_optimizers_on_replicas(page: Any, name: str, executor: Any):
 @each_executor
 @pytest.mark.parametrize("make", [torch_sgd, torch_adam])
 @pytest.mark.parametrize("slots", [1, 4])
-def test_torch_optim_on_replicas(page: Any, slots: int, make: Any, executor: Any):
+def test_torch_optim_on_replicas(optimizers: Any, slots: int, make: Any, executor: Any):
     devices = fdp.virtual_devices(slots)
     params = fdp.replicate(PARAMS, devices)
-    optimizers = fdp.Replicated(tuple(make(shard.values()) for shard in params.shards), devices)
-    batch = [fdp.scatter(x, devices) for x in pairs(11)]
+    each = params.map(lambda shard: make(shard.values()))
+    batch = [fdp.scatter(x, devices) for x in regression(11)]
     for _ in range(5):
-        fdp.parallel_apply(page.torch_step, params, optimizers, *batch, executor=executor)
+        fdp.parallel_apply(optimizers.torch_step, params, each, *batch, executor=executor)
     for slot in range(slots):
         assert_same_tree(params[slot], params[0])
-    assert_close_tree(fdp.unreplicate(params), on_one_device(make, 5))
+    assert_close_tree(fdp.unreplicate(params), on_one_device(make, 5, optimizers.loss, regression(11)))
 
 
 @each_executor
 @pytest.mark.parametrize("slots", [1, 4])
-def test_torch_optim_on_gradients_of_value_and_grad(page: Any, slots: int, executor: Any):
+def test_torch_optim_on_gradients_of_value_and_grad(slots: int, executor: Any):
     """The gradient of a Replicated is a Replicated; the optimizers step in the caller's thread."""
     devices = fdp.virtual_devices(slots)
     params = fdp.replicate(PARAMS, devices)
     optimizers = [torch_adam(shard.values()) for shard in params.shards]
-    gradient = fdp.grad(page.contrastive, devices=devices, executor=executor)
+    gradient = fdp.grad(contrastive, devices=devices, executor=executor)
     for _ in range(5):
         grads = gradient(params, *pairs(11))
         for shard, its, optimizer in zip(params.shards, grads.shards, optimizers, strict=True):
@@ -300,7 +351,7 @@ def test_torch_optim_on_gradients_of_value_and_grad(page: Any, slots: int, execu
 
 @each_executor
 @pytest.mark.parametrize("slots", [1, 2])
-def test_torch_optim_with_backward_inside(page: Any, slots: int, executor: Any):
+def test_torch_optim_with_backward_inside(slots: int, executor: Any):
     """Leaves that require gradients are the caller's own in `parallel_apply`: `backward` fills their `.grad`."""
     devices = fdp.virtual_devices(slots)
     params = fdp.replicate(PARAMS, devices)
@@ -311,7 +362,7 @@ def test_torch_optim_with_backward_inside(page: Any, slots: int, executor: Any):
 
     def step(params: Any, optimizer: Any, a: Tensor, b: Tensor) -> None:
         optimizer.zero_grad()
-        (page.contrastive_sum(params, a, b) / fdp.psum(fdp.axis_rows())).backward()
+        (contrastive_sum(params, a, b) / fdp.psum(fdp.axis_rows())).backward()
         for p in params.values():
             p.grad = fdp.psum(p.grad)
         optimizer.step()
@@ -324,7 +375,7 @@ def test_torch_optim_with_backward_inside(page: Any, slots: int, executor: Any):
 
 
 @each_executor
-def test_torchopt_on_replicas(page: Any, executor: Any):
+def test_torchopt_on_replicas(executor: Any):
     torchopt = pytest.importorskip("torchopt")
     optimizer = torchopt.adam(lr=1e-2)
 
@@ -333,7 +384,7 @@ def test_torchopt_on_replicas(page: Any, executor: Any):
         return torchopt.apply_updates(params, updates, inplace=False), state
 
     def step(params: Any, state: Any, a: Tensor, b: Tensor) -> Any:
-        return update(params, page.contrastive_step(params, a, b)[1], state)
+        return update(params, contrastive_step(params, a, b)[1], state)
 
     devices = fdp.virtual_devices(4)
     params: Any = fdp.replicate(PARAMS, devices)
@@ -356,7 +407,7 @@ def images(rows: int) -> Tensor:
 
 @each_count
 @pytest.mark.parametrize("rows", [13, 4])
-def test_pooled_statistics_are_those_of_the_whole_batch(page: Any, slots: int, rows: int):
+def test_pooled_statistics_are_those_of_the_whole_batch(batch_norm: Any, slots: int, rows: int):
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.ReLU()).double()
     with torch.no_grad():
@@ -369,13 +420,13 @@ def test_pooled_statistics_are_those_of_the_whole_batch(page: Any, slots: int, r
     counts = [4 * 2 * size for size in fdp.scatter(x, devices).sizes or ()]
     _, means = fdp.dp_apply(apply, (params, buffers), x, devices, out_dims=(0, "mean"))
     _, want = apply((params, buffers), x)
-    assert_close_tree(page.pool(buffers, shards, counts), want)
+    assert_close_tree(batch_norm.pool(buffers, shards, counts), want)
     torch.testing.assert_close(means["0.running_mean"], want["0.running_mean"])
     if slots > 1:
         assert (means["0.running_var"] < 0.98 * want["0.running_var"]).all()
 
 
-def test_a_network_evaluates_with_pooled_statistics(page: Any):
+def test_a_network_evaluates_with_pooled_statistics(batch_norm: Any):
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
     apply, (params, buffers) = fdp.functional(model)
     devices = fdp.virtual_devices(3)
@@ -383,7 +434,7 @@ def test_a_network_evaluates_with_pooled_statistics(page: Any):
     for rows in (12, 7, 10):
         x = numbers(rows, 6) + rows
         _, shards = fdp.dp_apply(apply, (params, buffers), x, devices, out_dims=(0, "list"))
-        buffers = page.pool(buffers, shards, fdp.scatter(x, devices).sizes)
+        buffers = batch_norm.pool(buffers, shards, fdp.scatter(x, devices).sizes)
         _, want = apply((params, want), x)
     assert_close_tree(buffers, want)
     model.eval()
@@ -396,44 +447,40 @@ def test_a_network_evaluates_with_pooled_statistics(page: Any):
 
 @each_executor
 @pytest.mark.parametrize("weights", [(1, 2, 3, 4), (0.3, 0, 5.5, 1e-9), (0, 0, 0, 1)], ids=str)
-def test_weights_do_not_change_the_numbers(page: Any, weights: Any, executor: Any):
+def test_weights_do_not_change_the_numbers(unequal_gpus: Any, weights: Any, executor: Any):
     devices, (x, y) = fdp.virtual_devices(4), (numbers(13, 6), numbers(13, 4))
-    want = torch.func.grad_and_value(page.regression)(PARAMS, x, y)[::-1]
+    want = torch.func.grad_and_value(unequal_gpus.loss)(PARAMS, x, y)[::-1]
     options: Any = {"devices": devices, "executor": executor}
-    assert_close_tree(fdp.value_and_grad(page.regression, weights=weights, **options)(PARAMS, x, y), want)
+    assert_close_tree(fdp.value_and_grad(unequal_gpus.loss, weights=weights, **options)(PARAMS, x, y), want)
     scattered = fdp.scatter((x, y), devices, weights=weights)
-    assert_close_tree(fdp.value_and_grad(page.regression, executor=executor)(PARAMS, *scattered.unzip()), want)
+    assert_close_tree(fdp.value_and_grad(unequal_gpus.loss, executor=executor)(PARAMS, *scattered.unzip()), want)
     assert_close_tree(
-        fdp.value_and_grad(page.contrastive, weights=weights, **options)(PARAMS, *pairs(13)),
+        fdp.value_and_grad(contrastive, weights=weights, **options)(PARAMS, *pairs(13)),
         torch.func.grad_and_value(contrastive_on_one_device)(PARAMS, *pairs(13))[::-1],
     )
-
-    def embed(params: Any, x: Tensor) -> Tensor:
-        return page.embed(params, x)
-
-    assert_close_tree(fdp.dp_apply(embed, PARAMS, x, weights=weights, **options), page.embed(PARAMS, x))
+    assert_close_tree(fdp.dp_apply(embed, PARAMS, x, weights=weights, **options), embed(PARAMS, x))
 
 
-def test_measured_weights(page: Any):
+def test_measured_weights(unequal_gpus: Any):
     devices, batch = fdp.virtual_devices(3), (numbers(13, 6), numbers(13, 4))
-    speeds = [page.rows_per_second(page.regression, PARAMS, batch, device) for device in devices]
+    speeds = [1 / unequal_gpus.seconds(unequal_gpus.loss, PARAMS, batch, device) for device in devices]
     assert min(speeds) > 0
-    got = fdp.value_and_grad(page.regression, devices=devices, weights=speeds)(PARAMS, *batch)
-    assert_close_tree(got, torch.func.grad_and_value(page.regression)(PARAMS, *batch)[::-1])
+    got = fdp.value_and_grad(unequal_gpus.loss, devices=devices, weights=speeds)(PARAMS, *batch)
+    assert_close_tree(got, torch.func.grad_and_value(unequal_gpus.loss)(PARAMS, *batch)[::-1])
 
 
-def test_a_faster_device_gets_more_rows(page: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_faster_device_gets_more_rows(unequal_gpus: Any, monkeypatch: pytest.MonkeyPatch):
     """Time stands still but for the loss, which takes 1 ms a row on slot 0 and 3 ms on slot 1."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
-    def speed(milliseconds: float) -> float:
+    def took(milliseconds: float) -> float:
         def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
             now[0] += len(x) * milliseconds / 1000
-            return page.regression(params, x, y)
+            return unequal_gpus.loss(params, x, y)
 
-        return page.rows_per_second(loss, PARAMS, (numbers(12, 6), numbers(12, 4)), torch.device("cpu"))
+        return unequal_gpus.seconds(loss, PARAMS, (numbers(12, 6), numbers(12, 4)), torch.device("cpu"))
 
-    speeds = [speed(1), speed(3)]
-    assert speeds == pytest.approx([1000, 1000 / 3])
+    speeds = [1 / took(1), 1 / took(3)]
+    assert speeds == pytest.approx([1000 / 12, 1000 / 36])
     assert fdp.scatter(numbers(12, 6), fdp.virtual_devices(2), weights=speeds).sizes == (9, 3)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fdp
-from tests.common.depth import few
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 from tests.common.settings import default_device, default_dtype
 from tests.common.threads import has_all_cores, side_by_side

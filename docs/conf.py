@@ -74,9 +74,9 @@ def signature_as_written(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -
 
     A class whose docstring has no Args is made by functions, and shown without one.
     """
-    if what in ("class", "exception"):
+    if what == "class":
         if "Args:" not in (obj.__doc__ or ""):
-            return "", None
+            return None if issubclass(obj, BaseException) else ("", None)  # Sphinx finds none for exceptions itself
         obj = obj.__init__
     elif not callable(obj):
         return None
@@ -84,12 +84,12 @@ def signature_as_written(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(obj)))).body[0]
         assert isinstance(function, ast.FunctionDef)
         own = function.args
-        if what in ("class", "exception", "method"):
+        if what in ("class", "method"):
             del (own.posonlyargs or own.args)[0]  # self
         if own.kwarg and "Unpack" in ast.unparse(own.kwarg):
             own.kwarg.annotation = None  # the name of a private class
         is_context = any("contextmanager" in ast.unparse(decorator) for decorator in function.decorator_list)
-        returns = None if what in ("class", "exception") or is_context else function.returns  # contexts say what they yield
+        returns = None if what == "class" or is_context else function.returns  # contexts say what they yield
         return f"({ast.unparse(own)})", ast.unparse(returns) if returns else None
     return None
 

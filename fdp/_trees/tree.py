@@ -85,11 +85,12 @@ def flatten_any(tree: Tree, name: str) -> Flat:
 
 def digest_of(flat: Flat) -> int:
     """A number that trees with the same paths have, in every process."""
-    if flat.structure not in _DIGESTS:
+    found = _DIGESTS.get(flat.structure)
+    if found is None:
         if len(_DIGESTS) > 1000:
             _DIGESTS.clear()
-        _DIGESTS[flat.structure] = zlib.crc32(repr(flat.structure.paths()).encode())
-    return _DIGESTS[flat.structure]
+        found = _DIGESTS[flat.structure] = zlib.crc32(repr(flat.structure.paths()).encode())
+    return found
 
 
 _DIGESTS: dict[optree.PyTreeSpec, int] = {}

@@ -72,10 +72,10 @@ def begin(directory: Path, work: Callable[[], object]) -> None:
 def wait(directory: Path) -> None:
     """Until what is underway for a directory is done; its error is raised, once."""
     key = _key(directory)
-    if key in _UNDERWAY:
-        error = _UNDERWAY[key].wait()
-        del _UNDERWAY[key]
-        if error is not None:
+    write = _UNDERWAY.get(key)
+    if write is not None:
+        error = write.wait()
+        if _UNDERWAY.pop(key, None) is not None and error is not None:  # else another thread has raised it
             raise error
 
 
@@ -86,7 +86,7 @@ def _key(directory: Path) -> tuple[int, Path]:
 def _end() -> None:
     """The end of the program: see above."""
     failed = False
-    for directory in [directory for process, directory in _UNDERWAY if process == os.getpid()]:
+    for directory in [directory for process, directory in list(_UNDERWAY) if process == os.getpid()]:
         try:
             wait(directory)
         except BaseException:

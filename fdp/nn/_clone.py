@@ -154,9 +154,13 @@ def same(now: Any, before: Any) -> bool:
     """Whether two containers hold the same objects."""
     if len(now) != len(before):
         return False
-    if isinstance(now, set):  # without an order
-        return set(map(id, now)) == set(map(id, before))
-    return all(map(is_, now, before)) and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
+    try:
+        if isinstance(now, set):  # without an order
+            return set(map(id, now)) == set(map(id, before))
+        values = isinstance(now, dict)
+        return all(map(is_, now, before)) and (not values or all(map(is_, now.values(), before.values())))
+    except RuntimeError:  # another thread writes to it at this moment, which can be where Python has no lock
+        return False
 
 
 def is_setting(value: Any, around: frozenset[int] = frozenset()) -> bool:

@@ -167,9 +167,8 @@ def forget(modules: frozenset[int]) -> None:
 
     A functional_call inside forward leaves skeletons, and `parametrize.cached()` the weights it has computed.
     """
-    if not _POOLS.keys().isdisjoint(modules):
-        for module in modules:
-            _POOLS.pop(module, None)
+    for module in modules.intersection(list(_POOLS)):  # at once: other threads write to it
+        _POOLS.pop(module, None)
     if torch_private.parametrize_cache():
         for key in [key for key in list(torch_private.parametrize_cache()) if key[0] in modules]:
             torch_private.parametrize_cache().pop(key, None)

@@ -100,23 +100,23 @@ class Copied(NamedTuple):
     target: torch.device
 
 
-_LOGS: list[list[Copied]] = []
+_LOGS: dict[int, list[Copied]] = {}  # by id
 
 
 @contextlib.contextmanager
 def record_copies() -> Iterator[list[Copied]]:
     """A log of all copies between devices, from all threads, whoever makes them."""
     log: list[Copied] = []
-    _LOGS.append(log)
+    _LOGS[id(log)] = log
     try:
         yield log
     finally:
-        _LOGS[:] = [other for other in _LOGS if other is not log]
+        del _LOGS[id(log)]
 
 
 def _record(source: torch.Tensor, target: torch.device) -> None:
     if source.device != target:
-        for log in _LOGS:
+        for log in list(_LOGS.values()):
             log.append(Copied(source.nbytes, source.device, target))
 
 

@@ -15,6 +15,10 @@ import torch
 import fdp
 
 
+HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether Python runs in one thread at a time, as it does unless it was built without its lock."""
+
+
 @contextlib.contextmanager
 def many_cores(count: int = 4) -> Iterator[None]:
     """As many shards at once as on a machine with that many cores."""

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
+from fdp._placement.slot import start_apart
+
 Work = Callable[[], None]
 
 
@@ -99,7 +101,7 @@ class _Helper:
 
     def start(self) -> None:
         if not self._is_ready:
-            threading.Thread(target=self._serve, name="fdp-shield", daemon=True).start()
+            start_apart(threading.Thread(target=self._serve, name="fdp-shield", daemon=True))
 
     def _serve(self) -> None:
         with self._lock:  # an interrupt may have hidden from the main thread that there is one

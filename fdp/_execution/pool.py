@@ -33,7 +33,7 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import Any, final
 
-from fdp._placement.slot import run_in_thread
+from fdp._placement.slot import run_in_thread, start_apart
 
 
 @final
@@ -128,7 +128,7 @@ def _free(pool: _Pool, count: int) -> list[Seat]:
     """At least so many free seats."""
     while len(free := pool.free()) < count:
         ready: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_serve, args=(pool, ready), name="fdp-worker", daemon=True).start()
+        start_apart(threading.Thread(target=_serve, args=(pool, ready), name="fdp-worker", daemon=True))
         ready.get()
     return free
 

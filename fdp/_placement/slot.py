@@ -97,6 +97,14 @@ def check_process(process: int, where: str = "fdp") -> None:
         )
 
 
+def start_apart(thread: threading.Thread) -> None:
+    """Start a thread that stays, with no context of its own.
+
+    From a Python without its lock it would get a copy of that of its caller, and keep alive all that is in it.
+    """
+    contextvars.Context().run(thread.start)
+
+
 def run_in_thread(job: Callable[[], None], process: int) -> None:
     """What a thread of fdp does. In a child that the job has forked there is nothing else than this thread."""
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 import fdp
 from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
-from tests.common.threads import side_by_side, within
+from tests.common.threads import side_by_side, wake_workers, within
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_slot = pytest.mark.parametrize("slot", range(SLOTS))
@@ -140,6 +140,7 @@ def test_nothing_is_kept(fault: str, executor: Any):
     gc.collect()
     references = once()
     gc.collect()  # the traceback of an error may be part of a cycle
+    wake_workers()
     assert [reference() for reference in references] == [None] * len(references)
 
 

@@ -28,6 +28,7 @@ from tests.collectives.cases import (
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
+from tests.common.threads import wake_workers
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
@@ -147,7 +148,9 @@ def test_nothing_is_kept(attached: bool, executor: Any):
     gc.collect()
     gc.disable()
     try:
-        assert {reference() for reference in call()} == {None}
+        references = call()
+        wake_workers()
+        assert {reference() for reference in references} == {None}
     finally:
         gc.enable()
 

@@ -14,9 +14,19 @@ import torch
 
 import fdp
 
-
 HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 """Whether Python runs in one thread at a time, as it does unless it was built without its lock."""
+
+
+def wake_workers() -> None:
+    """Without Python's lock: have workers let go of objects that they have made, and other threads have dropped.
+
+    There a thread alone frees what it has made, and looks for that when it runs Python, so not while it waits for work.
+    One may let go of what another has made, so they are woken more than once.
+    """
+    count = max(2, sum(thread.name == "fdp-worker" for thread in threading.enumerate()))
+    for _ in range(0 if HAS_LOCK else 3):
+        fdp.dp_apply(lambda _, x: x * fdp.psum(1), None, torch.ones(count), fdp.virtual_devices(count))
 
 
 @contextlib.contextmanager

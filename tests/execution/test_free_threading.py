@@ -1,11 +1,13 @@
 """What may go wrong where Python runs without its lock, and hardly ever elsewhere."""
 
 import contextlib
+import contextvars
 import os
 import subprocess
 import sys
 import sysconfig
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 import fdp
 from tests.common.programs import ROOT
-from tests.common.threads import HAS_LOCK
+from tests.common.threads import HAS_LOCK, many_cores, wake_workers
 
 W, X = torch.ones(()), torch.ones(4)
 
@@ -58,6 +60,27 @@ def test_the_lock_stays_off():
     )
     own = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"} | {"PYTHONPATH": str(ROOT)}
     assert subprocess.check_output([sys.executable, "-c", program], env=own, text=True, timeout=120) == "False\n"
+
+
+def test_a_worker_keeps_nothing_of_the_context_that_it_was_started_in():
+    """Without its lock Python gives a new thread a copy of it."""
+
+    class Value:
+        pass
+
+    def call(value: Value) -> None:
+        contextvars.ContextVar[Value]("kept").set(value)
+        workers = sum(thread.name == "fdp-worker" for thread in threading.enumerate())
+        with many_cores(workers + 2):
+            slots = fdp.virtual_devices(workers + 2)
+            fdp.dp_apply(lambda w, x: w * fdp.psum(x), W, torch.ones(workers + 2), slots)
+
+    value = Value()
+    found = weakref.ref(value)
+    contextvars.Context().run(call, value)
+    del value
+    wake_workers()
+    assert found() is None
 
 
 def test_functional_calls_of_many_modules_at_once():

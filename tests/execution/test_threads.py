@@ -17,7 +17,7 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_close_tree
-from tests.common.threads import has_all_cores, many_cores
+from tests.common.threads import has_all_cores, many_cores, wake_workers
 
 W = torch.tensor(2.0, dtype=torch.float64)
 CALLS: dict[str, Callable[[Any, int], Any]] = {
@@ -410,9 +410,11 @@ def test_nothing_is_kept(call: Callable[..., Any]):
         with many_cores():
             for _ in range(5):
                 call(fn, 4)
+                wake_workers()
                 assert [ref() for ref in refs if ref() is not None] == []
             with contextlib.suppress(ValueError):
                 call(fn, 4)
+            wake_workers()
             assert [ref() for ref in refs if ref() is not None] == []
     finally:
         gc.enable()

@@ -2,12 +2,14 @@
 
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fdp._command._results import Result
+from fdp._command._versions import is_older
 from fdp._execution.pool import cores
 
 
@@ -56,17 +58,23 @@ def described(known: dict[str, Any]) -> str:
 def check_threads() -> Result:
     """How many threads torch uses inside operations, on how many cores, and whether there is a GIL."""
     intra, own, every = torch.get_num_threads(), cores(), os.cpu_count()
-    ask = getattr(sys, "_is_gil_enabled", None)  # since Python 3.13
-    gil = True if ask is None else ask()
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()  # since Python 3.13
     status, advice = "ok", None
-    if not gil:
-        status, advice = "warning", "fdp was not tested without the GIL: PYTHON_GIL=1 switches it on"
+    if not gil and is_older(str(torch.__version__), _WITHOUT_GIL):
+        advice = "without the GIL fdp needs torch 2.13 or newer: upgrade it, or switch the GIL on by PYTHON_GIL=1"
+        status = "failed"
+    elif gil and sysconfig.get_config_var("Py_GIL_DISABLED"):
+        status, advice = "warning", "this Python runs without the GIL if no module that is imported switches it on"
+        advice += ": PYTHON_GIL=0 keeps it off"
     elif intra > own:
         status, advice = "warning", f"more threads than cores slow torch down: set OMP_NUM_THREADS={own}"
     may_use = f"{own} cores" if own == every else f"the {own} of {every} cores that this process may use"
     summary = f"torch uses {intra} threads on {may_use}; Python runs {'with' if gil else 'without'} the GIL"
     details = {"torch_threads": intra, "cores": own, "cores_of_machine": every, "gil": gil}
     return Result("threads", status, summary, advice, details=details)
+
+
+_WITHOUT_GIL = (2, 13)  # before, torch.compile's versions of dicts were not made for several threads at once
 
 
 def _wrong(device: torch.device) -> str | None:

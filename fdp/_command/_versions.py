@@ -35,12 +35,18 @@ def judge(found: Mapping[str, str]) -> tuple[Status, str | None]:
     ('failed', 'fdp needs torch 2.11 or newer: upgrade it')
     """
     for name, oldest in OLDEST.items():
-        if name in found and (version := _numbers(found[name])) is not None and version < oldest:
+        if name in found and is_older(found[name], oldest):
             return "failed", f"fdp needs {name} {_text(oldest)} or newer: upgrade it"
     newest = _numbers(found.get("torch", ""))
     if newest is not None and newest > TESTED:
         return "warning", f"fdp was tested up to torch {_text(TESTED)}; run your tests, or install that version"
     return "ok", None
+
+
+def is_older(version: str, oldest: tuple[int, int]) -> bool:
+    """Whether a version comes before another."""
+    numbers = _numbers(version)
+    return numbers is not None and numbers < oldest
 
 
 def _numbers(version: str) -> tuple[int, int] | None:

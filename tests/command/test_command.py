@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable
@@ -228,8 +229,22 @@ def test_threads(monkeypatch: pytest.MonkeyPatch):
         "warning",
         "more threads than cores slow torch down: set OMP_NUM_THREADS=2",
     )
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert "PYTHON_GIL=1" in (_hardware.check_threads().advice or "")
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    result = _hardware.check_threads()
+    assert result.status == "ok"
+    assert result.summary.endswith("Python runs without the GIL")
+    assert not result.details["gil"]
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    result = _hardware.check_threads()
+    assert (result.status, "PYTHON_GIL=1" in str(result.advice)) == ("failed", True)
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
+    result = _hardware.check_threads()
+    assert (result.status, "PYTHON_GIL=0" in str(result.advice)) == ("warning", True)
+    assert result.summary.endswith("Python runs with the GIL")
 
 
 def test_processes_meet():

@@ -2,14 +2,23 @@
 
 A step is the value and gradient of a model in its parameters, on two slots of the CPU. Targets: threads at most 1.08 of
 bare threads on the four larger models and 1.25 on the small one; "auto" at most 1.1 of the better of the two.
+
+`--python` names other interpreters, such as one without the GIL. Each has a process, and they take turns.
 """
 
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from _measure import medians
 from peers.models import SPECS, build
 from torch.nn import functional as F
 
@@ -49,16 +58,62 @@ def steps(name: str, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:
     return {"bare": bare, **{executor: on_slots(executor) for executor in ("threads", "sequential", "auto")}}
 
 
-def main() -> None:
-    print(
-        f"{'milliseconds a step':20}{'bare':>10}{'threads':>10}{'in order':>10}{'auto':>10}   threads/bare  auto/better"
-    )
+def serve() -> None:
+    """What a process for an interpreter does: one round of the steps of each model that it is asked for."""
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    print(json.dumps(f"{platform.python_version()}{'' if gil else ' without the GIL'}"), flush=True)
     with ThreadPoolExecutor(2) as pool:
-        for name in SPECS:
-            times = medians(steps(name, pool), rounds=100 if name == "small MLP" else 15, warmup=8)
+        known, contenders = "", {}
+        for line in sys.stdin:
+            if line.strip() != known:
+                known, contenders = line.strip(), steps(line.strip(), pool)
+                for run in [run for run in contenders.values() for _ in range(8)]:
+                    run()
+            times = {}
+            for name, run in contenders.items():
+                start = time.perf_counter()
+                run()
+                times[name] = time.perf_counter() - start
+            print(json.dumps(times), flush=True)
+
+
+def ask(process: subprocess.Popen[str], model: str) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if model:
+        process.stdin.write(model + "\n")
+        process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="append", default=[], help="another interpreter, with torch and optree")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        return serve()
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    commands = [[python, __file__, "--serve"] for python in (sys.executable, *options.python)]
+    processes = {ask(process, ""): process for process in [subprocess.Popen(each, **pipes) for each in commands]}
+    columns = "".join(f"{name:>10}" for name in ("bare", "threads", "in order", "auto"))
+    print(f"{'milliseconds a step':20}{'Python':25}{columns}   threads/bare  auto/better  threads/first")
+    for model in SPECS:
+        ask_all = [{name: ask(each, model) for name, each in processes.items()} for _ in range(rounds_of(model))]
+        first = None
+        for name in processes:
+            times = {key: statistics.median(found[name][key] for found in ask_all) for key in ask_all[0][name]}
+            first = times["threads"] if first is None else first
             each = "".join(f"{1000 * seconds:10.2f}" for seconds in times.values())
-            better = min(times["threads"], times["sequential"])
-            print(f"{name:20}{each}{times['threads'] / times['bare']:15.2f}{times['auto'] / better:13.2f}")
+            ratios = times["threads"] / times["bare"], times["auto"] / min(times["threads"], times["sequential"])
+            print(f"{model:20}{name:25}{each}{ratios[0]:15.2f}{ratios[1]:13.2f}{times['threads'] / first:15.2f}")
+    for process in processes.values():
+        process.communicate()
+
+
+def rounds_of(model: str) -> int:
+    return 100 if model == "small MLP" else 15
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo elastic test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak soak-mesh format clean
+.PHONY: help .venv demo elastic gpt test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak soak-mesh format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +35,9 @@ demo: $(READY)  ## run examples/digits.py (ARGS="…" for its options)
 
 elastic: $(READY)  ## run examples/digits_elastic.py (ARGS="…" for its options)
 	$(BIN)/python examples/digits_elastic.py $(ARGS)
+
+gpt: $(READY)  ## run examples/gpt.py (ARGS="…" for its options)
+	$(BIN)/python examples/gpt.py $(ARGS)
 
 # By files on all cores. Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
 # In the second the slots of the property tests are on a virtual accelerator: see property_tests/places.py.

@@ -1,0 +1,81 @@
+"""The example with everything around a training loop: killed and resumed, it has the losses of an undisturbed run."""
+
+import importlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.common.programs import run_program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = ["--steps", "4", "--every", "2", "--batch-size", "9", "--precision", "float64"]
+
+KILLED = f"""
+import os, signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import gpt
+
+def clip(*args, count=iter(range(9)), clip=gpt.nn.utils.clip_grad_norm_):
+    if next(count) == 2:  # in the middle of step 3
+        os.kill(os.getpid(), signal.SIGKILL)
+    return clip(*args)
+
+gpt.nn.utils.clip_grad_norm_ = clip
+sys.exit(gpt.main(sys_argv))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_the_example_needs() -> None:
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = torch.get_num_threads()
+    yield importlib.import_module("gpt")
+    torch.set_num_threads(before)
+
+
+def losses(path: Path) -> torch.Tensor:
+    return torch.tensor([float(line) for line in path.read_text().splitlines()], dtype=torch.float64)
+
+
+def test_killed_and_resumed_on_other_devices(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def options(name: str, devices: int) -> list[str]:
+        files = {"--losses": f"{name}.txt", "--output": f"{name}.png"}
+        paths = [text for key, value in files.items() for text in (key, str(tmp_path / value))]
+        return [*SHORT, *paths, "--checkpoints", str(tmp_path / name), "--devices", str(devices)]
+
+    assert example.main(options("whole", 1)) == 0
+    killed = run_program(KILLED.replace("sys_argv", repr(options("killed", 2))))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "killed.txt").exists()
+    capsys.readouterr()
+    assert example.main(options("killed", 3)) == 0
+    out = capsys.readouterr().out
+    assert "going on from step 2" in out
+    assert "It writes: 12+34=" in out
+    expected, found = losses(tmp_path / "whole.txt"), losses(tmp_path / "killed.txt")
+    assert len(expected) == 4
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert expected[-1] < expected[0]
+    assert (tmp_path / "killed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_under_autocast_with_a_scaler(example: Any, tmp_path: Path):
+    options = [*SHORT[:-1], "float16", "--output", str(tmp_path / "gpt.png"), "--losses", str(tmp_path / "losses")]
+    assert example.main(options) == 0
+    assert losses(tmp_path / "losses")[-1] < losses(tmp_path / "losses")[0]
+
+
+def test_the_text_is_sums(example: Any):
+    lines = ["".join(example.CHARACTERS[i] for i in tokens) for (tokens,) in example.sums()]
+    assert len(set(lines)) == 10_000
+    assert all(int(line[:2]) + int(line[3:5]) == int(line[:5:-1]) and line[2] + line[5] == "+=" for line in lines)

@@ -41,6 +41,7 @@ copybutton_prompt_is_regexp = True
 
 default_role = "py:obj"  # `x` is code, and a link if it is a name of the reference
 autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # else overloads, which are for type checkers, stand beside the signature that says all
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 add_function_parentheses = False

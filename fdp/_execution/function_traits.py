@@ -9,14 +9,16 @@ import sys
 import types
 import weakref
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fdp._placement.slot import AXES, CALLS, Slot
 from fdp._trees.tracebacks import inside_boundary
-from fdp._trees.types import Function
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _WARM: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()  # on what each compiles nothing
 _most = 0
 _TOGETHER: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those whose shards meet
@@ -36,7 +38,7 @@ def mark(fn: Any) -> None:
     _SAFE.add(fn)
 
 
-def thread_safe(fn: Function) -> Function:
+def thread_safe(fn: Callable[P, T]) -> Callable[P, T]:
     """Mark a function as safe to run from several threads at once, so that `executor="auto"` lets it.
 
     `thread_safe(fn)(*args) == fn(*args)`.

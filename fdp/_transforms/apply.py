@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 
@@ -14,9 +15,15 @@ from fdp._placement.peers import peers_of
 from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
 from fdp._transforms.call import bind, call_shard
 from fdp._transforms.row_seed import with_rows
+from fdp._transforms.signatures import MapOptions, Mapped
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 from fdp._trees.untraced import leave_alone
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Joined: TypeAlias = int | Literal["mean", "sum", "max", "min"] | None
+"""A spec that makes one tensor of those of all slots."""
 
 
 @api_boundary(OF_JAX | {"": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}"})
@@ -96,6 +103,17 @@ def dp_apply(
         return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
 
 
+@overload
+def shard_map(
+    fn: Callable[P, T],
+    *,
+    out_dims: Joined | Auto = AUTO,
+    **options: Unpack[MapOptions],
+) -> Mapped[P, T]: ...
+@overload
+def shard_map(
+    fn: Callable[P, Any], *, out_dims: Dims | Auto = AUTO, **options: Unpack[MapOptions]
+) -> Mapped[P, Any]: ...
 @api_boundary(OF_JAX)
 def shard_map(
     fn: Function,

@@ -1,36 +1,39 @@
 """Gradients of a loss over a batch that is split: those of the whole batch, exactly."""
 
-from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 
 from fdp._transforms.differentiate import Differentiation
+from fdp._transforms.signatures import GradOptions, Mapped
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, AuxWeight, DeviceLike, Devices, Dims, Executor, Function, Randomness, Reduction
 
-
-class GradOptions(TypedDict, total=False):
-    """The keyword arguments of `value_and_grad`."""
-
-    devices: Devices
-    in_dims: Dims | Auto
-    kwarg_dims: Dims
-    reduction: Reduction
-    count: Function | None
-    aux_dims: Dims | Auto
-    aux_weight: AuxWeight
-    create_graph: bool | None
-    microbatches: int
-    reduce_dtype: torch.dtype | None
-    output_device: DeviceLike | None
-    weights: Sequence[float] | None
-    executor: Executor
-    seed: int | None
-    randomness: Randomness
-    axis_name: str
+P = ParamSpec("P")
+A = TypeVar("A", bound=Any)  # the argument that a loss is differentiated in; of a lambda nothing is known
+Aux = TypeVar("Aux")
 
 
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[A, P], torch.Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], tuple[torch.Tensor, A]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[A, P], tuple[torch.Tensor, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], tuple[tuple[torch.Tensor, Aux], A]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[P, Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Mapped[P, Any]: ...
 @api_boundary(OF_JAX)
 def value_and_grad(
     fn: Function,
@@ -131,6 +134,25 @@ def value_and_grad(
     return settings.transform(lambda value, grads: (value, grads))
 
 
+@overload
+def grad_and_value(
+    fn: Callable[Concatenate[A, P], torch.Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], tuple[A, torch.Tensor]]: ...
+@overload
+def grad_and_value(
+    fn: Callable[Concatenate[A, P], tuple[torch.Tensor, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], tuple[A, tuple[torch.Tensor, Aux]]]: ...
+@overload
+def grad_and_value(
+    fn: Callable[P, Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Mapped[P, Any]: ...
 @api_boundary(OF_JAX)
 def grad_and_value(
     fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
@@ -149,6 +171,25 @@ def grad_and_value(
     return settings.transform(lambda value, grads: (grads, value))
 
 
+@overload
+def grad(
+    fn: Callable[Concatenate[A, P], torch.Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], A]: ...
+@overload
+def grad(
+    fn: Callable[Concatenate[A, P], tuple[torch.Tensor, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Mapped[Concatenate[A, P], tuple[A, Aux]]: ...
+@overload
+def grad(
+    fn: Callable[P, Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Mapped[P, Any]: ...
 @api_boundary(OF_JAX)
 def grad(
     fn: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Unpack[GradOptions]

@@ -1,7 +1,8 @@
 """A function run on every slot, with results that stay where they are: `parallel_apply`."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -19,12 +20,21 @@ from fdp._placement.split_dims import common_peers
 from fdp._transforms.arguments import Arg, check_function, check_several, keyword_args
 from fdp._transforms.call import Shard, call_shard
 from fdp._transforms.row_seed import RowCall, with_rows
+from fdp._transforms.signatures import SlotOptions, Untold
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
 from fdp._trees.untraced import leave_alone
 
 
+@overload
+def parallel_apply(fn: Callable[..., Untold], *args: Tree, **options: Unpack[SlotOptions]) -> Any: ...
+@overload
+def parallel_apply(  # pyright: ignore[reportOverlappingOverload]
+    fn: Callable[..., tuple[Any, ...]], *args: Tree, **options: Unpack[SlotOptions]
+) -> tuple[Sharded, ...]: ...
+@overload
+def parallel_apply(fn: Callable[..., object], *args: Tree, **options: Unpack[SlotOptions]) -> Sharded: ...
 @api_boundary({"": "Keyword arguments of the function go into kwargs={{{0!r}: ...}}"})
 def parallel_apply(
     fn: Function,

@@ -8,7 +8,7 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
@@ -217,7 +217,10 @@ def set_validate_args(value: bool) -> bool:
     return before
 
 
-BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
+if TYPE_CHECKING:  # else what is derived from it has an unknown base
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
 get_privateuse1_backend_name = _use("torch._C._get_privateuse1_backend_name", "a backend in Python")
 OperatorBase = _use("torch._ops.OperatorBase", "operators may be shared by the clones of a module")
 OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "operators may be shared by the clones of a module")

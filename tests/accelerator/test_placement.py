@@ -380,7 +380,7 @@ def test_seeded_slots(devices: list[Any], executor: Any):
 
 def test_seeds_agree_on_all_devices():
     runs = [
-        fdp.shard_map(torch.rand_like, devices=devices, seed=3, executor=executor)(ROWS).cpu()
+        fdp.shard_map(lambda x: torch.rand_like(x), devices=devices, seed=3, executor=executor)(ROWS).cpu()
         for devices in (DEVICES, DEVICES[::-1], DEVICES[:1] * 4, [CPU] * 4)
         for executor in EXECUTORS
     ]

@@ -6,7 +6,7 @@ An argument that loses its type, or a result that has none, is an error here bef
 
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def state(w: Tensor, x: Tensor, devices: tuple[torch.device, ...]) -> None:
     sharded: fdp.Sharded = fdp.scatter(x, devices)
     everywhere: fdp.Replicated = fdp.replicate(w, devices)
     with fdp.transfers() as log:
-        products = cast(fdp.Sharded, fdp.parallel_apply(torch.mul, everywhere, sharded))
+        products = fdp.parallel_apply(torch.mul, everywhere, sharded)
     doubled: fdp.Replicated = everywhere.map(torch.add, everywhere)
     assert len(doubled) == len(devices)
     moved: list[fdp.Transfer | fdp.Collective] = list(log)

@@ -16,6 +16,7 @@ from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(2)
 W, X, Y = numbers(3), numbers(7, 3), numbers(7)
+ANY: Any = fdp  # a type checker finds these slips too
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
 
 
@@ -70,19 +71,19 @@ ONE_FOR_SEVERAL: dict[str, tuple[Callable[[], Any], str]] = {
         r"explain: inputs is one argument, a list of 2, .*\. Pass tuple\(inputs\)$",
     ),
     "shard_map": (
-        lambda: fdp.shard_map(residual, devices=SLOTS, in_dims=(None, 0))(W, BATCH),
+        lambda: ANY.shard_map(residual, devices=SLOTS, in_dims=(None, 0))(W, BATCH),
         r"shard_map: args\[1\] is one argument, a list of 2, .*\. Pass \*batch$",
     ),
     "gradient": (
-        lambda: fdp.value_and_grad(loss, devices=SLOTS)(W, BATCH),
+        lambda: ANY.value_and_grad(loss, devices=SLOTS)(W, BATCH),
         r"value_and_grad: args\[1\] is one argument, a list of 2, .*\. Pass \*batch$",
     ),
     "gradient-tuple": (
-        lambda: fdp.grad(loss, devices=SLOTS)(W, tuple(BATCH)),
+        lambda: ANY.grad(loss, devices=SLOTS)(W, tuple(BATCH)),
         r"grad: args\[1\] is one argument, a tuple of 2, .*\. Pass \*batch$",
     ),
     "gradient-sharded": (
-        lambda: fdp.grad(loss)(W, SHARDED),
+        lambda: ANY.grad(loss)(W, SHARDED),
         r"grad: args\[1\] is one argument, a Sharded of lists of 2, .*\. Pass \*batch\.unzip\(\)$",
     ),
     "parallel_apply": (

@@ -145,7 +145,7 @@ def test_wrong_options(name: str):
 
 def test_no_positional_arguments():
     with pytest.raises(ValueError, match="grad: argnums is 0, but there are 0 positional arguments"):
-        fdp.grad(never, devices=SLOTS)(w=W)
+        fdp.grad(never, devices=SLOTS)(w=W)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("slots", [1, 3])

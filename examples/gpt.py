@@ -216,7 +216,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--devices", type=whole(1, 1024), default=2, metavar="N", help="virtual CPU devices of each process")
+    add(
+        "--devices",
+        type=whole(1, 1024),
+        default=2,
+        metavar="N",
+        help="virtual CPU devices of each process; GPUs, if any, are all used",
+    )
     add("--steps", type=whole(2, 10**6), default=800, metavar="N", help="at most")
     add("--batch-size", type=whole(1, 9000), default=128, metavar="N", help="sums a step, of all processes together")
     add("--lr", type=float, default=5e-3, metavar="RATE", help="the highest learning rate")

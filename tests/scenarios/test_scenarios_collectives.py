@@ -113,7 +113,7 @@ def contrastive_sum(params: Any, a: Tensor, b: Tensor) -> Tensor:
     partner = sizes[: fdp.axis_index()].sum() + torch.arange(len(a))
     ab, ba = a @ fdp.all_gather(b).T, b @ fdp.all_gather(a).T
     sums = [F.cross_entropy(logits / 0.1, partner, reduction="sum") for logits in (ab, ba)]
-    return sum(sums) / 2
+    return torch.stack(sums).sum() / 2
 
 
 def contrastive(params: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fdp._collectives.graph import captured
 from fdp._execution.patches import is_forward_mode
+from fdp._placement.moves import layers
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
 from fdp._placement.plan import Plan
@@ -150,7 +152,8 @@ class MeshCall(Agreement, PeerCall):
 
     def _check_captured(self, outputs: Tree, aliases: Sequence[Tensor] = ()) -> None:
         """A gradient goes through arguments only: of what is captured each process would have a part."""
-        if captured(tensors_in(outputs), [*self._inputs(), *aliases]):  # aliases stand for some of them
+        inputs = [*self._inputs(), *aliases]  # aliases stand for some of them
+        if captured(chain.from_iterable(map(layers, tensors_in(outputs))), chain.from_iterable(map(layers, inputs))):
             raise ValueError(
                 "the function uses a tensor that requires grad and is none of its arguments. Each process would have a "
                 "part of its gradient only: pass it in an argument, or detach it"
@@ -206,7 +209,9 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
         (flat, i)
         for flat in flats
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and (spec is None or leaf.ndim == 0)
+        if isinstance(leaf, torch.Tensor)
+        and (spec is None or leaf.ndim == 0)
+        and any(layer.requires_grad for layer in layers(leaf))
     ]
     if not places:
         return

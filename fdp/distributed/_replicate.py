@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp._placement.moves import layers
+from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
@@ -17,6 +19,11 @@ from fdp.distributed._session import Tag, meet
 def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
     comm = processes.comm
+    tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
+    if any(torch_private.is_batchedtensor(layer) for x in tensors for layer in layers(x)):
+        raise RuntimeError(
+            "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call itself"
+        )
     said = [f"call {processes.calls}", f"check_values={check_values}"]
     said += [_said(flat, i) for i in range(len(flat.leaves))]
     said += [str(flat.structure).removeprefix("PyTreeSpec")]
@@ -25,7 +32,6 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
     meet(comm, Tag("replicate", same, lambda: same))()
     if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in flat.leaves):
         raise TypeError("replicate: sparse tensors cannot be put on a mesh; pass them dense")
-    tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
     shared = [_shared(x, comm) for x in tensors]
     if check_values:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat.leaves)))}
@@ -34,7 +40,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
         every = enumerate(comm.objects(paths, "replicate"))
         if wrong := [f"process {rank}: {listed(paths)}" for rank, paths in every if paths]:
             raise ValueError(f"replicate: values differ from those of process 0: {'; '.join(wrong)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(layer.requires_grad for x in tensors for layer in layers(x)):
         shared = GradientSum.apply(comm, f"replicate, call {processes.calls}", shared, True, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])

@@ -50,6 +50,51 @@ def test_from_outside(two: Pool, layout: Layout, output: int):
     assert found["whole"][0].isfinite().all()
 
 
+# ---- of calls in vmap
+
+
+def batched(seat: Seat, how: str) -> Any:
+    ws = torch.stack([W, 2 * W, W.cos()])
+
+    def total(w: Tensor, factor: Tensor) -> Tensor:
+        return fdp.dp_apply(lambda w, x: curve(w, x), w * factor, seat.own(X), out_dims="sum", **seat.on)
+
+    def sum_of_all(ws: Tensor, factor: Tensor) -> Tensor:
+        return torch.func.vmap(total, (0, None))(ws, factor).sum()
+
+    if how == "backward":
+        leaves = [ws.requires_grad_(), W.clone().requires_grad_()]
+        return {"whole": torch.autograd.grad(sum_of_all(*leaves), leaves)}
+    grad = torch.func.grad(sum_of_all, argnums=(0, 1))
+    return {"whole": [grad(ws, W), torch.func.vmap(grad, (None, 0))(ws, ws)]}
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_of_a_batch_of_calls(two: Pool, how: str):
+    same_at_all_scales(two, LAYOUTS[0], batched, how)
+
+
+def refused(mesh: Any) -> list[str]:
+    factors = W.clone().requires_grad_()
+    x = torch.ones(2, dtype=torch.float64)
+    calls = [
+        lambda k: fdp.dp_apply(lambda _, x: (k * x).sum(), None, x, mesh, out_dims="sum"),
+        lambda k: fdp.replicate(k, mesh)[0],
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            torch.func.vmap(call)(factors)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_in_vmap(two: Pool):
+    for captured, replicated in two(refused):
+        assert "tensor that requires grad and is none of its arguments" in captured
+        assert "inside of vmap a tensor stands for many" in replicated
+
+
 # ---- what is made of a sum over processes is differentiated twice
 
 

@@ -71,7 +71,12 @@ class MeshCall(Agreement, PeerCall):
         part = PartialResult(out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
         self._check_captured(out.shards)
         self.ends_with(part.tag())
-        return lambda: part.finish(self, self._inputs())[0]
+
+        def finish() -> Tree:
+            with self.everybody.comm.to_the_end():
+                return part.finish(self, self._inputs())[0]
+
+        return finish
 
     def during_backward(
         self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
@@ -121,7 +126,8 @@ class MeshCall(Agreement, PeerCall):
             if self.digest is not None:
                 plans.forget(self.digest)
             ours = gradients.ours()  # before others refer to them
-            (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours)
+            with self.everybody.comm.to_the_end():
+                (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours)
             gradients.replace_sums(sums)
             return value, aux
 

@@ -94,7 +94,8 @@ class Checkpoints:
             if not isinstance(wait, bool):
                 raise TypeError(f"Checkpoints.save: wait must be True or False, got {wait!r}")
             writer.wait(self._directory)
-        everybody = _from_all(comm, (step, _generator_states()), "Checkpoints.save")
+            own = step, _generator_states()
+        everybody = _from_all(comm, own, "Checkpoints.save")
         if len({other for other, _ in everybody}) > 1:
             raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
         with _together(comm, "Checkpoints.save", self._directory):

@@ -15,7 +15,7 @@ from fdp._placement.slot import text_of
 from fdp._trees import torch_private
 from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._notices import NOTICES, Notices
-from fdp.distributed._underway import PendingOperation
+from fdp.distributed._underway import PendingOperation, has_been_left, leave_off
 
 
 class Elsewhere(RuntimeError):
@@ -41,6 +41,8 @@ class Communicator:
         width: int,
         timeout: datetime.timedelta,
         notices: Notices = NOTICES,
+        *,
+        is_beside: bool = False,
     ) -> None:
         self.group: Any = group
         self.ranks: tuple[int, ...] = tuple(ranks)
@@ -49,6 +51,7 @@ class Communicator:
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
+        self._is_beside = is_beside  # of the group in which calls begin and end
         self._missed: str | None = None  # who, once that has been asked
         self.meanwhile: Callable[[], None] | None = None
         """What is done again and again where this process waits long."""
@@ -67,7 +70,7 @@ class Communicator:
         if not self._is_gloo:
             return self
         group = dist.new_group([self._global(i) for i in range(len(self.ranks))], self._timeout, "gloo")
-        return Communicator(group, self.ranks, self.rank, self._width, self._timeout)
+        return Communicator(group, self.ranks, self.rank, self._width, self._timeout, is_beside=True)
 
     @property
     def position(self) -> int:
@@ -90,6 +93,10 @@ class Communicator:
 
     def objects(self, value: Any, name: str) -> list[Any]:
         """The value of every process, pickled on the way."""
+        with self.to_the_end():
+            return self._objects(value, name)
+
+    def _objects(self, value: Any, name: str) -> list[Any]:
         try:
             own = b"\1" + pickle.dumps(value)
         except Exception as error:  # the others are told, or they would wait
@@ -170,12 +177,34 @@ class Communicator:
 
     def _start(self, name: str, tensor: Tensor, operation: Callable[[], Any]) -> Callable[[], None]:
         """Begin an operation on a tensor; what is returned waits for it."""
+        if not self._is_beside and has_been_left(dist.group.WORLD):
+            raise Elsewhere(
+                f"{name}: Ctrl-C has ended a wait of process {self.rank} before, so it does not know where the others "
+                "are. Restart the program. To save something at Ctrl-C, have a handler set a flag, and stop where all "
+                "processes agree on it"
+            )
         with self._explained(name):
             if tensor.device.type != "cpu" or not self._is_gloo:
                 work = operation()
                 return lambda: self._wait(name, work.wait)
             own = PendingOperation(operation, self.group, self.ranks, self.rank)
         return lambda: self._wait(name, lambda: own.wait(self._timeout, self._meanwhile(name, own)), own)
+
+    @contextlib.contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Around what all processes do together: who leaves it by Ctrl-C is out of step, and must not go on.
+
+        It would meet others with messages of other sizes, which end a process. Beside the group, in a step that is
+        known, all messages of a step are on their way before somebody waits.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            if not self._is_beside:
+                leave_off(dist.group.WORLD)
+            raise
 
     def _meanwhile(self, name: str, operation: PendingOperation) -> Callable[[], None]:
         """What is done again and again while an operation is waited for."""
@@ -200,7 +229,7 @@ class Communicator:
     @contextlib.contextmanager
     def _explained(self, name: str, operation: PendingOperation | None = None) -> Iterator[None]:
         try:
-            with _untransformed():
+            with _untransformed(), self.to_the_end():
                 yield
         except (RuntimeError, ValueError) as error:
             if self._missed is None and operation is not None:

@@ -22,7 +22,7 @@ def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tre
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
     if any(torch_private.is_batchedtensor(layer) for x in tensors for layer in layers(x)):
         raise RuntimeError(
-            "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call itself"
+            "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call"
         )
     said = [f"call {processes.calls}", f"check_values={check_values}"]
     said += [_said(flat, i) for i in range(len(flat.leaves))]

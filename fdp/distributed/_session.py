@@ -33,7 +33,10 @@ def meet(
     header = comm.begin_header([*own, *numbers], tag.name)
 
     def finish() -> list[list[int]]:
-        rows = header()
+        with comm.to_the_end():
+            return compared(header())
+
+    def compared(rows: list[list[int]]) -> list[list[int]]:
         name, digests, failed = (set(column) for column in list(zip(*rows, strict=True))[:3])
         if not any(failed) and len(name) == 1 and len(digests - {0}) <= 1:
             return [row[3 : 3 + len(numbers)] for row in rows]

@@ -20,6 +20,9 @@ _UNDERWAY: dict[Any, Any] = {}
 _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """How many operations each group has begun: in all processes as many."""
 
+_LEFT: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Groups in which this process has left an operation before its end, and does not know where the others are."""
+
 
 @final
 class PendingOperation:
@@ -92,6 +95,17 @@ class PendingOperation:
     def _say(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.get_group_store().set(f"fdp/{self._rank}", str(self._number))
+
+
+def leave_off(group: Any) -> None:
+    """This process has left an operation of a group before its end."""
+    if group is not None:
+        _LEFT.add(group)
+
+
+def has_been_left(group: Any) -> bool:
+    """Whether it has done so before."""
+    return group in _LEFT
 
 
 def begun_in(group: Any) -> int:

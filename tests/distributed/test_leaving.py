@@ -106,6 +106,27 @@ def test_a_fork_leaves_the_mesh_to_its_parent():
     assert exits(forks) == [0, 0]
 
 
+def goes_on_after_an_interrupt() -> None:
+    with init(timeout=30) as mesh:
+        apply_total(mesh)
+        if mesh.rank == 0:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt, match=r"^$"):
+                apply_total(mesh)
+            with pytest.raises(RuntimeError, match="grad: Ctrl-C has ended a wait of process 0"):
+                gradient(mesh)
+        else:
+            time.sleep(0.5)
+            with pytest.raises(RuntimeError, match="process 1 could not reach"):
+                apply_total(mesh)
+
+
+def test_who_goes_on_after_an_interrupt_is_out_of_step():
+    """What it sends would meet other messages, of other sizes, which ends a process."""
+    assert exits(goes_on_after_an_interrupt) == [0, 0]
+
+
 def is_left_by_process_1() -> None:
     mesh = init(timeout=FOREVER)
     apply_total(mesh)

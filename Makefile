@@ -11,7 +11,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo elastic gpt test test-deep docs check check-format check-lint check-types check-layers bench bench-peers soak soak-mesh format clean
+.PHONY: help .venv demo elastic gpt test test-deep docs check check-format check-lint check-types check-layers bench bench-peers zoo soak soak-mesh format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -76,6 +76,11 @@ bench: $(READY)  ## run the short scripts in benchmarks/
 
 bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
 	$(BIN)/python -m benchmarks.peers --out docs/explanation/peers $(ARGS)
+
+# It has packages of its own, which the first call installs into the environment.
+zoo: $(READY)  ## models of transformers, timm, torchvision and PyTorch Geometric through fdp (ARGS="--quick", "--write", …)
+	PIP_CONSTRAINT=$(PINS) PIP_BUILD_CONSTRAINT=$(PINS) $(BIN)/python -m pip install --quiet --editable '.[zoo]'
+	$(BIN)/python -m benchmarks.zoo $(ARGS)
 
 soak: $(READY)  ## thousands of calls from eight threads, with faults (ARGS="--calls 1000")
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -17,7 +17,7 @@ COLOURS = {
     STEP: "#00334f",
     MESH: "#56B4E9",
 }
-ACROSS = 3  # panels side by side, such that a page has room for them
+ACROSS = 2  # panels side by side, such that their text can be read on a page of 420 pixels
 INK, MUTED = "#222222", "#5f5f5f"
 
 
@@ -32,7 +32,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
         models = found["models"]
         columns = min(len(models), ACROSS)
         rows = -(-len(models) // columns)
-        size = 1.7 + 2.35 * columns, 0.6 + 3.3 * rows
+        size = 1.7 + 2.15 * columns, 0.8 + 2.5 * rows
         figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         names = [name for name in COLOURS if any(name in times for times in models.values())]
         for i, (axis, model) in enumerate(zip_longest(axes.flat, models)):
@@ -44,7 +44,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
             if i % columns:
                 axis.set_yticklabels([])
         figure.suptitle("Forward and backward, milliseconds: shorter is faster", x=0.01, ha="left", color=INK)
-        figure.supxlabel(_caption(found), x=0.01, ha="left", fontsize=8.5, color=MUTED)
+        figure.supxlabel(_caption(found), x=0.01, ha="left", fontsize=9, color=MUTED)
         figure.savefig(out / "peers.svg", metadata={"Date": None})
         figure.savefig(out / "peers.png", dpi=160)
         pyplot.close(figure)
@@ -79,7 +79,7 @@ def _caption(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
     with_jax = f", JAX {versions['jax']}" if versions["jax"] else ""
     return (
-        f"Medians of {found['rounds']} interleaved rounds; thin lines: quartiles. Dashed line: one shard alone,\n"
-        f"which {found['slots']} slots of uncompiled torch cannot beat. "
+        f"Medians of {found['rounds']} interleaved rounds; thin lines: quartiles.\n"
+        f"Dashed line: one shard alone, which {found['slots']} slots of uncompiled torch cannot beat.\n"
         f"{machine['cores']} cores of {machine['processor']}, torch {versions['torch']}{with_jax}, {found['date'][:10]}"
     )

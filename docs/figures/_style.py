@@ -9,10 +9,11 @@ from typing import Any
 BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 SLOTS = (BLUE, ORANGE, GREEN, PINK)
 INK, MUTED, LINE = "#222222", "#5f5f5f", "#cccccc"
+WIDTH = 6  # inches: text of 9 points and more can be read where a page is 420 pixels wide
 
 
 @contextmanager
-def figure(name: str, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
+def figure(name: str, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, written to `name`.svg beside this file at the end, on white: so dark pages show it too."""
     import matplotlib
 
@@ -23,7 +24,7 @@ def figure(name: str, width: float, height: float, columns: int = 1) -> Iterator
     # The first is what lays the text out; a browser takes the first that it has.
     options["font.sans-serif"] = ["DejaVu Sans", "Verdana", "Arial"]
     with pyplot.rc_context(options):
-        whole, axes = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+        whole, axes = pyplot.subplots(1, columns, figsize=(WIDTH, height), layout="constrained")
         yield whole, axes
         whole.savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None})
         pyplot.close(whole)

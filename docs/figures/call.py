@@ -46,9 +46,9 @@ def draw() -> None:
     from matplotlib.patches import Rectangle
 
     shards, joined = call()
-    with figure("call", 8.8, 4.3) as (_, axis):
+    with figure("call", 4.2) as (_, axis):
         axis.set_axis_off()
-        axis.set_xlim(0, 100)
+        axis.set_xlim(-0.4, 100)
         axis.set_ylim(0, 50)
 
         def text(x: float, y: float, said: str, **options: Any) -> None:
@@ -70,29 +70,29 @@ def draw() -> None:
 
         low, high = 5, 31  # the batch, from its last row to its first
         height = (high - low) / ROWS
-        for x in (9, 84):
+        for x in (8.5, 86.5):
             for shard, colour in zip(shards, COLOURS, strict=True):
                 for row in range(shard.start, shard.stop):
                     y = high - (row + 1) * height
                     axis.add_patch(Rectangle((x, y), 5, height * 0.82, color=colour, linewidth=0))
-        text(11.5, 1.5, f"inputs {_shape([ROWS, WIDTH])}")
-        text(86.5, 1.5, f"output {_shape(joined)}")
-        box(4.5, 36.5, 14, 6, INK)
-        text(11.5, 39.5, f"params {_shape(shards[0].params)}")
+        text(11, 1.5, f"inputs {_shape([ROWS, WIDTH])}")
+        text(89, 1.5, f"output {_shape(joined)}")
+        box(0, 36.5, 22, 6, INK)
+        text(11, 39.5, f"params {_shape(shards[0].params)}")
 
         tops = [40, 29.5, 19, 8.5]
         for slot, (shard, colour, y) in enumerate(zip(shards, COLOURS, tops, strict=True)):
-            box(35, y - 4, 34, 8, colour)
-            text(36.5, y + 1.8, f"slot {slot}, rows {shard.start}:{shard.stop}", ha="left", fontweight="bold")
-            text(36.5, y - 1.8, f"fn(params, x): {_shape(shard.x)} → {_shape(shard.out)}", ha="left")
+            box(36, y - 4, 36, 8, colour)
+            text(37.5, y + 1.8, f"slot {slot}, rows {shard.start}:{shard.stop}", ha="left", fontweight="bold")
+            text(37.5, y - 1.8, f"fn: {_shape(shard.x)} → {_shape(shard.out)}", ha="left")
             middle = high - (shard.start + shard.stop) / 2 * height
-            arrow((18.7, 39.5), (35, y + 2), MUTED, ":")
-            arrow((14.3, middle), (35, y - 1.8), colour)
-            arrow((69, y), (84, middle), colour)
-        for x, name in ((26.5, "place"), (52, "run"), (76.5, "join")):
+            arrow((22.2, 39.5), (36, y + 2), MUTED, ":")
+            arrow((13.8, middle), (36, y - 1.8), colour)
+            arrow((72, y), (86.5, middle), colour)
+        for x, name in ((26, "place"), (54, "run"), (80, "join")):
             text(x, 48, name, color=MUTED, style="italic")
         axis.plot([0, 100], [46.2, 46.2], color=LINE, linewidth=0.8)
-        text(26.5, 43.4, "whole, to every slot", fontsize=8.5, color=MUTED)
+        text(0, 44.4, "whole, to every slot", ha="left", fontsize=9, color=MUTED)
 
 
 def _shape(sizes: list[int]) -> str:

@@ -134,7 +134,7 @@ def draw() -> None:
 
     found = moved()
     colours = {"nn.DataParallel": ORANGE, "fdp, parameters passed": SKY, "fdp, state on its devices": BLUE}
-    with figure("moved", 8.6, 3.7, columns=2) as (whole, axes):
+    with figure("moved", 4.4, columns=2) as (whole, axes):
         for axis, (what, ways) in zip(axes, found.items(), strict=True):
             for place, (name, each) in enumerate(ways.items()):
                 for group, count in enumerate(each):
@@ -153,18 +153,19 @@ def draw() -> None:
                         color=INK,
                         fontsize=9,
                     )
-            axis.set_xticks(range(len(DEVICES)), [f"{n} devices" for n in DEVICES])
+            axis.set_xticks(range(len(DEVICES)), DEVICES)
+            axis.set_xlabel("devices", color=INK)
             axis.set_title(what, loc="left", color=INK, fontsize=11, fontweight="bold")
             axis.set_ylim(0, 15.5)
             plain(axis, grid="y")
         axes[0].set_ylabel("bytes copied, in sizes of the model", color=INK)
         whole.supxlabel(
-            "Full colour: parameters. Light: gradients. Number above: how many copies. The batch and the outputs are "
-            "left out of the bars.",
-            fontsize=8.5,
+            "Full colour: parameters. Light: gradients. Number above: how many copies.\n"
+            "The batch and the outputs are left out of the bars.",
+            fontsize=9,
             color=MUTED,
         )
-        whole.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
+        whole.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def draw() -> None:
 
     found = errors()
     marks = {"plainly": (RED, "s", -0.17), "by rows": (ORANGE, "^", 0.17), "by tokens": (BLUE, "o", 0)}
-    names = {"plainly": "averaged plainly", "by rows": "weighted by rows", "by tokens": "weighted by tokens (count=)"}
-    with figure("token_mean", 8.6, 3.4) as (whole, axis):
+    names = {"plainly": "plain average", "by rows": "by rows", "by tokens": "by tokens (count=)"}
+    with figure("token_mean", 3.7) as (whole, axis):
         for line, off in enumerate(found.values()):
             axis.plot([1e-17, 1], [line, line], color=LINE, linewidth=0.8, zorder=1)
             for way, (colour, mark, lift) in marks.items():
@@ -108,10 +108,10 @@ def draw() -> None:
         )
         axis.set_xscale("log")
         axis.set_xlim(1e-17, 1)
-        axis.set_xticks([10.0**k for k in range(-16, 1, 2)])
-        axis.set_yticks(range(len(found)), list(found))
+        axis.set_xticks([10.0**k for k in range(-16, 1, 4)])
+        axis.set_yticks(range(len(found)), [split.replace(", ", ",\n") for split in found])
         axis.set_ylim(len(found) - 0.4, -1.1)
-        axis.set_xlabel("error of the gradient against one device, relative to its norm", color=INK)
+        axis.set_xlabel("error of the gradient against one device,\nrelative to its norm", color=INK)
         plain(axis)
         whole.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
 

@@ -77,7 +77,7 @@ def draw() -> None:
     torch.set_num_threads(1)
     traces = {executor: trace(executor) for executor in ("sequential", "threads")}
     last = max(span.end for spans in traces.values() for span in spans)
-    with figure("trace", 8.8, 4.6, columns=1) as (whole, axis):
+    with figure("trace", 4.6) as (whole, axis):
         y, ticks = 0.0, []
         for executor, spans in traces.items():
             axis.text(0, y + 0.72, f'executor="{executor}"', color=INK, fontsize=10.5, fontweight="bold")
@@ -92,9 +92,7 @@ def draw() -> None:
                     colour = colours[int(slot)] if slot.isdigit() else INK if is_range else kinds[kind]
                     axis.barh(y if is_range else y - 0.55, length, 0.45, left=span.start, color=colour, linewidth=0)
                     if slot.isdigit():
-                        axis.text(
-                            span.start + length / 2, y, f"fdp.shard {slot}", ha="center", va="center", color="white"
-                        )
+                        axis.text(span.start + length / 2, y, f"shard {slot}", ha="center", va="center", color="white")
                 ticks.append((y - 0.28, "caller" if number == 0 else f"thread {number}"))
                 y -= 1.5
             y -= 0.9
@@ -108,7 +106,7 @@ def draw() -> None:
             "those of the backward": ORANGE,
         }.items():
             axis.barh(0, 0, color=colour, label=name)
-        whole.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
+        whole.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK)
 
 
 if __name__ == "__main__":

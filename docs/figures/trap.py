@@ -60,7 +60,7 @@ def draw() -> None:
         "pmean": (ORANGE, "^", "pmean the loss, differentiate, psum"),
         "own": (BLUE, "o", "differentiate the slot's loss, psum"),
     }
-    with figure("trap", 7.2, 3.4) as (_, axis):
+    with figure("trap", 3.4) as (_, axis):
         offsets = {"psum": (-10, 6, "right"), "pmean": (0, 8, "right"), "own": (0, -15, "right")}
         for name, (colour, mark, label) in styles.items():
             size, hollow = (9, "none") if name == "pmean" else (6, colour)

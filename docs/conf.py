@@ -127,9 +127,24 @@ def prefer_own_methods(app: Sphinx, doctree: nodes.document) -> None:
             node["reftarget"] = method
 
 
+def link_names(app: Sphinx, doctree: nodes.document) -> None:
+    """On pages of the reference, code that is a public name links to its entry: on GitHub it stays plain code."""
+    if app.env.docname.startswith("reference/"):
+        for code in list(doctree.findall(nodes.literal)):
+            name = code.astext()
+            if re.fullmatch(r"[\w.]+", name) and not isinstance(
+                code.parent, nodes.reference | nodes.title | addnodes.pending_xref
+            ):
+                where = {"refdomain": "py", "reftype": "obj", "reftarget": name, "refdoc": app.env.docname}
+                link = addnodes.pending_xref("", **where, refexplicit=True, refwarn=False)
+                code.replace_self(link)
+                link += code  # what stays if there is no such entry
+
+
 def setup(app: Sphinx) -> None:
     """What Sphinx calls when it has read this file."""
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("autodoc-process-docstring", keep_text, priority=400)
     app.connect("doctree-read", prefer_own_methods)
+    app.connect("doctree-read", link_names)
     app.connect("missing-reference", look_in_fdp)

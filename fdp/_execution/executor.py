@@ -41,7 +41,9 @@ def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
         if timings.is_trying():
             return "side by side in threads and one shard after the other in turns, to see which is faster"
         reason = timings.why_in_order()
-    return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
+    if reason is not None:
+        return f"one shard after the other: {reason}"
+    return "side by side in threads" + ("" if timings is None else timings.why_in_threads())
 
 
 def why_in_order(mode: Mode, shards: int) -> str | None:

@@ -83,6 +83,7 @@ class Plan(Drawn):
         executor: How shards run, and why.
         arguments: The leaves of `params`, `inputs` and `kwargs`.
         outputs: The leaves of the output, None if they cannot be known.
+        differences: What makes the numbers of several slots differ from those of one device, as far as it was seen.
         collectives: What slots exchange, in order: name, tensors and bytes that slot 0 brings.
         copies: All copies between devices, in order, as `transfers` logs them.
         problem: Why outputs are not known: the function depends on values, or what it raised.
@@ -99,6 +100,7 @@ class Plan(Drawn):
     executor: str = ""
     arguments: tuple[PlannedLeaf, ...] = ()
     outputs: tuple[PlannedLeaf, ...] | None = None
+    differences: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
     copies: tuple[Transfer, ...] = ()
     problem: str | None = None
@@ -118,6 +120,8 @@ class Plan(Drawn):
         parts: list[Any] = [self._slots(), ""]
         if self.executor:
             parts += [Text.assemble(("Runs: ", "bold"), self.executor), ""]
+        for text in self.differences:
+            parts += [Text.assemble(("Differs from one device: ", "bold"), text), ""]
         parts += [_leaves("Arguments", self.arguments), ""]
         if self.outputs is None:
             parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))

@@ -1,6 +1,7 @@
 """What a plan says of each leaf, from what a call on tensors without data has shown."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +48,25 @@ def _held(slots: Slots, path: str, spec: Any, shares: Partition) -> Iterator[Pla
         yield _planned(leaf[0], values[0], how, rows, [_nbytes(value) for value in values], (), whole=rows is None)
 
 
+def of_gradients(flat: Flat, shares: Partition, copies: Sequence[Transfer]) -> Iterator[PlannedLeaf]:
+    for leaf in of_arguments(flat._replace(name=f"grad of {flat.name}"), shares, ()):
+        how = _GRADIENTS.get(leaf.how, leaf.how.replace("split", "concatenated"))
+        mine = _of_path(leaf.path, copies)
+        yield dataclasses.replace(leaf, how=how, copies=len(mine), copied=sum(mine))
+
+
+_GRADIENTS = {
+    "whole": "sum",
+    "there, as a Replicated": "sum, on each slot",
+    "there, as a Sharded": "each slot its own",
+}
+
+
 def of_outputs(
-    results: Mapping[int, Tree], joined: Tree, dims: Dims, copies: Sequence[Transfer]
+    shards: Sequence[Tree], joined: Tree, dims: Dims, copies: Sequence[Transfer], name: str = "out"
 ) -> Iterator[PlannedLeaf]:
-    shards = [results[index] for index in sorted(results)]
-    flats = [flatten(shard, "out", dims, "out_dims", "explain") for shard in shards]
+    choices = "aux_dims" if name == "aux" else "out_dims"
+    flats = [flatten(shard, name, dims, choices, "explain") for shard in shards]
     for i, (whole, spec) in enumerate(zip(leaves_up_to(flats[0].structure, joined), flats[0].specs, strict=True)):
         values = [flat.leaves[i] for flat in flats]
         spec = (spec(values[0]) if isinstance(values[0], torch.Tensor) else 0) if callable(spec) else spec
@@ -87,10 +102,15 @@ def _planned(
     *,
     whole: bool = True,
 ) -> PlannedLeaf:
-    mine = [copy.nbytes for copy in copies if copy.path == path or copy.path.startswith((f"{path}[", f"{path}."))]
+    mine = _of_path(path, copies)
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) and whole else None
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else None
     return PlannedLeaf(path, dtype, shape, how, rows, tuple(nbytes), len(mine), sum(mine))
+
+
+def _of_path(path: str, copies: Sequence[Transfer]) -> list[int]:
+    """The bytes of each copy of a leaf."""
+    return [copy.nbytes for copy in copies if copy.path == path or copy.path.startswith((f"{path}[", f"{path}."))]
 
 
 def _leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:

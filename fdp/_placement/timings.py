@@ -52,8 +52,17 @@ class Timings:
         """Why shards run one after the other, None if they do not."""
         if not self._is_faster_in_order():
             return None
-        times = [f"{1000 * _median(each):.2g} ms" for each in (self._in_order, self._in_threads)]
-        return f"they have taken {times[0]} so, and {times[1]} in threads"
+        return f"they have taken {_text(self._in_order)} so, and {_text(self._in_threads)} in threads"
+
+    def why_in_threads(self) -> str:
+        """Why they run side by side, with a colon before it; empty where one way has not been taken to its end."""
+        if not (self._in_order and self._in_threads):
+            return ""
+        return f": they have taken {_text(self._in_threads)} so, and {_text(self._in_order)} one after the other"
+
+
+def _text(times: deque[float]) -> str:
+    return f"{1000 * _median(times):.2g} ms"
 
 
 def _median(times: deque[float]) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from fdp._transforms.counts import Counts, weights_of
 from fdp._transforms.row_seed import with_rows
 from fdp._transforms.shard_grad import Out, Problem, ShardResult, is_tracking
 from fdp._transforms.shards import ShardGradients
-from fdp._trees.tracebacks import api_boundary
+from fdp._trees.tracebacks import api_boundary, inside_boundary
 from fdp._trees.types import (
     AUTO,
     Auto,
@@ -63,7 +64,7 @@ class Differentiation:
     seed: int | Seed | None = None
     randomness: Randomness = "different"
     axis_name: str = "data"
-    _options: Options = dataclasses.field(init=False, repr=False)
+    options: Options = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_function(self.fn, self.where)
@@ -91,18 +92,27 @@ class Differentiation:
         same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
         same |= {"aux_weight": self.aux_weight, "reduce_dtype": self.reduce_dtype}
         how = self.weights, self.executor, seed_of(self.seed, self.randomness, self.where), self.axis_name
-        object.__setattr__(self, "_options", Options(self.where, self.devices, self.output_device, *how, same))
+        object.__setattr__(self, "options", Options(self.where, self.devices, self.output_device, *how, same))
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
         @api_boundary()
         @functools.wraps(self.fn, updated=())  # not fn.out_dims: that is about the loss
         def differentiated(*args: Tree, **kwargs: Tree) -> Any:
-            value, aux, grads = self._compute(args, kwargs)
+            value, aux, grads = self.compute(args, kwargs)
             return arrange((value, aux) if self.has_aux else value, grads)
 
+        vars(inside_boundary(differentiated))[_SETTINGS] = self
         return differentiated
 
-    def _compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+    def in_dims_of(self, n_args: int) -> Dims:
+        """The specs of so many positional arguments."""
+        if self.in_dims is not AUTO:
+            return self.in_dims
+        positions = self.positions(n_args)
+        return tuple([None if i in positions else 0 for i in range(n_args)])
+
+    def compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+        """The value, aux and gradients."""
         with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
             try:
                 with contextlib.suppress(Anew):
@@ -114,28 +124,25 @@ class Differentiation:
 
     def _compute_here(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
         where = self.where
-        positions = self._positions(len(args))
-        in_dims = self.in_dims
-        if in_dims is AUTO:
-            in_dims = tuple([None if i in positions else 0 for i in range(len(args))])
+        positions = self.positions(len(args))
         target = None if self.output_device is None else as_device(self.output_device, where)
         call = bind(
             self.fn,
-            positional_args(args, in_dims, "args", where),
+            positional_args(args, self.in_dims_of(len(args)), "args", where),
             keyword_args(kwargs, self.kwarg_dims, where),
-            self._options,
+            self.options,
             self.microbatches,
         )
 
         def again(trees: Sequence[Tree], seed: Seed) -> object:
             one = {"devices": call.device, "weights": None, "microbatches": 1, "executor": "sequential", "seed": seed}
             same = dataclasses.replace(self, **one, aux_dims="list", output_device=None)
-            return same._compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
+            return same.compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
 
         with call.peers.part():
-            row_call = functools.partial(call.row_call, self.fn, self._options, again)
+            row_call = functools.partial(call.row_call, self.fn, self.options, again)
             found, gradients = with_rows(
-                self._options.seed, row_call, functools.partial(self._step, call, positions, target)
+                self.options.seed, row_call, functools.partial(self._step, call, positions, target)
             )
         value, rest = found()
         grads = gradients.finish()
@@ -189,7 +196,8 @@ class Differentiation:
         dims = "mean" if self.aux_dims is AUTO else self.aux_dims
         return loss, Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
 
-    def _positions(self, n_args: int) -> tuple[int, ...]:
+    def positions(self, n_args: int) -> tuple[int, ...]:
+        """Which of so many positional arguments it is differentiated in."""
         if type(self.argnums) is int and 0 <= self.argnums < n_args:
             return (self.argnums,)
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
@@ -199,6 +207,15 @@ class Differentiation:
         if len(set(positions)) < len(positions):
             raise ValueError(f"{self.where}: argnums {self.argnums} names an argument twice")
         return positions
+
+
+_SETTINGS = "_fdp_settings"
+
+
+def settings_of(fn: Function) -> Differentiation | None:
+    """Those of what `value_and_grad` and its like have returned; `functools.wraps` may copy them to other functions."""
+    inner = inside_boundary(fn) if isinstance(fn, types.FunctionType) else fn
+    return None if inner is fn else vars(inner).get(_SETTINGS)
 
 
 def _is_device(value: Any) -> bool:

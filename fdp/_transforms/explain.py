@@ -1,31 +1,25 @@
 """What a call will do, before anything runs: its `Plan`, and what the same code shows on tensors that have no data."""
 
-import contextlib
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from fdp._execution.executor import Mode, check_executor, executor_of
+from fdp._execution.executor import check_executor
 from fdp._execution.seeds import seed_of
 from fdp._placement.peers import peers_of
-from fdp._placement.plan import Plan
-from fdp._placement.planned_leaves import of_arguments, of_outputs
+from fdp._placement.plan import Plan, PlannedLeaf
+from fdp._placement.planned_leaves import of_outputs
 from fdp._placement.sharded import Slots
-from fdp._placement.slot import current_slot
-from fdp._placement.split_dims import flatten_args
-from fdp._placement.timings import Timings
-from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
-from fdp._transforms.call import decide
-from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
-from fdp._transforms.plans import find, signature_of
+from fdp._transforms.differentiate import Differentiation, settings_of
+from fdp._transforms.dry_run import Fakes
+from fdp._transforms.explain_gradients import of_gradients
+from fdp._transforms.explained import Dry, Explained
 from fdp._trees import torch_private
-from fdp._trees.registry import flattened
 from fdp._trees.tracebacks import OF_JAX, api_boundary
-from fdp._trees.tree import Flat, flatten
+from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
@@ -57,6 +51,9 @@ def explain(
 
     `explain(fn, ...).copies` is what `transfers()` counts in `dp_apply(fn, ...)`.
 
+    What `value_and_grad`, `grad` and `grad_and_value` return is explained with what it was told, and with no other
+    options: `explain(value_and_grad(loss, devices=...), params, (x, y))`. Its gradients are among the outputs.
+
     >>> import fdp, torch
     >>> def predict(w, x):
     ...     return x @ w
@@ -68,7 +65,8 @@ def explain(
      ('inputs', 48, 'cuda:0'), ('inputs', 36, 'cuda:1'), ('out', 24, 'cuda:0')]
 
     Args:
-        fn, params, inputs, devices: As in `dp_apply`.
+        fn, params, inputs, devices: As in `dp_apply`; for a gradient function, `params` is its first argument, and
+            `inputs` are the others.
         kwargs, in_dims, kwarg_dims, out_dims, output_device, weights, executor: As in `dp_apply`.
         seed, randomness, axis_name: Likewise.
 
@@ -80,59 +78,49 @@ def explain(
         ValueError, TypeError, RuntimeError: What `dp_apply` would raise for these arguments, or for outputs that
             cannot be joined; a mesh, or a transform of torch.func around the call.
     """
-    options = {
-        "in_dims": in_dims,
-        "kwarg_dims": kwarg_dims,
-        "out_dims": getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims,
-        "output_device": output_device,
-        "weights": weights,
-        "executor": executor,
-        "axis_name": axis_name,
-    }
-    _check(fn, devices, params, inputs, kwargs)
+    given = {} if kwargs is None else kwargs
+    settings = settings_of(fn)
+    if settings is not None:
+        options: dict[str, Any] = {"devices": devices, "in_dims": in_dims, "kwarg_dims": kwarg_dims}
+        options |= {"out_dims": out_dims, "output_device": output_device, "weights": weights, "executor": executor}
+        _check_said(settings, options | {"seed": seed, "randomness": randomness, "axis_name": axis_name})
+        args = (params, *inputs) if type(inputs) is tuple else (params, inputs)
+        _check(settings.fn, settings.devices, *args, given)
+        return of_gradients(settings, args, given).plan()
+    _check(fn, devices, params, inputs, given)
     check_executor(executor, "explain")
-    named, n_args = _named(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims)
-    check_several(fn, named[:n_args], {} if kwargs is None else kwargs, "explain")
-    how = Options("explain", devices, output_device, weights, executor, seed_of(seed, randomness, "explain"), axis_name)
-    timings = _timings(fn, named, n_args, how)
-    log: list[Transfer] = []
-    with APART, Fakes() as fakes, only(log):
-        flats = flatten_args(named, "explain")
-        plan = decide(flats, how)
-        _check_layouts(flats, plan.devices)
-        fakes.has_graph = has_autograd(plan.slots)
-        dry, problem, joined, collectives = _Dry(fn, log, fakes), None, None, list[Collective]()
-        token = COLLECTIVES.set(collectives)
-        try:
-            with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
-                kwargs = None if kwargs is None else {name: fakes.of(value) for name, value in kwargs.items()}
-                joined = dp_apply(dry, fakes.of(params), fakes.of(inputs), devices, kwargs=kwargs, **options)
-        except Exception as error:
-            if not dry.has_failed and not isinstance(error, fakes.unknown):
-                raise
-            problem = problem_of(error, fakes)
-            del log[dry.before :], collectives[:]
-        finally:
-            COLLECTIVES.reset(token)
-    copies = tuple(log)
-    arguments = tuple(leaf for flat in flats for leaf in of_arguments(flat, plan.partition, copies[: dry.before]))
-    joins = copies[dry.after :]
-    outputs = None if problem is not None else tuple(of_outputs(dry.results, joined, options["out_dims"], joins))
-    return dataclasses.replace(
-        plan,
-        executor=_executor(collectives) or executor_of(Mode(executor, how.seed, fn, timings=timings), plan.places),
-        timings=timings,
-        arguments=arguments,
-        outputs=outputs,
-        collectives=tuple(collectives),
-        copies=copies,
-        problem=problem,
-    )
+    drawn = seed_of(seed, randomness, "explain")
+    how = Options("explain", devices, output_device, weights, executor, drawn, axis_name)
+    dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
+    same = {"in_dims": in_dims, "kwarg_dims": kwarg_dims, "out_dims": dims, "output_device": output_device}
+    same |= {"weights": weights, "executor": executor, "axis_name": axis_name}
+
+    def run(dry: Dry, fakes: Fakes) -> Tree:
+        own = None if kwargs is None else {name: fakes.of(value) for name, value in kwargs.items()}
+        return dp_apply(dry, fakes.of(params), fakes.of(inputs), devices, kwargs=own, **same)
+
+    def outputs(flats: Any, plan: Plan, results: Any, joined: Tree, joins: Any) -> Iterable[PlannedLeaf]:
+        return of_outputs(results, joined, dims, joins)
+
+    named, n_args = _named(params, inputs, given, in_dims, kwarg_dims)
+    check_several(fn, named[:n_args], given, "explain")
+    return Explained("dp_apply", fn, named, n_args, how, run, outputs).plan()
 
 
-def _executor(collectives: Sequence[Collective]) -> str:
-    """How shards run that meet."""
-    return f"all shards alive at once: they meet in {collectives[0].name}" if collectives else ""
+def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
+    """Options of a gradient function are those that it was made with."""
+    if isinstance(options["devices"], torch.Tensor | Slots | dict):
+        raise TypeError("explain: several inputs are a tuple: explain(fn, params, (x, y))")
+    given = [name for name, value in options.items() if value != _DEFAULTS.get(name)]
+    if given:
+        raise TypeError(
+            f"explain: {', '.join(given)}: a gradient function is explained with what it was made with. Write "
+            f"{settings.where}(loss, {given[0]}=...)"
+        )
+
+
+_WORDS = {"executor": "auto", "randomness": "different", "axis_name": "data"}
+_DEFAULTS = {"in_dims": 0, "kwarg_dims": 0, "out_dims": AUTO, **_WORDS}
 
 
 def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
@@ -148,20 +136,6 @@ def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
         )
 
 
-def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:
-    """Nested tensors have no shape that could be planned with, and sparse ones none that could be copied."""
-    for flat in flats:
-        for i, leaf in enumerate(flat.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-                raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
-            is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-            if is_sparse and any(device != leaf.device for device in devices):
-                raise ValueError(
-                    f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot "
-                    "be planned. Explain the call with it on the device of all slots"
-                )
-
-
 def _named(
     params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims
 ) -> tuple[list[Arg], int]:
@@ -172,43 +146,3 @@ def _named(
         args = [Arg("inputs", inputs, in_dims)]
     named = keyword_args(kwargs, kwarg_dims, "explain")
     return [Arg("params", params, None), *args, *named.values()], 1 + len(args)
-
-
-def _timings(fn: Function, named: Sequence[Arg], n_args: int, how: Options) -> Timings | None:
-    """What calls like this one have taken."""
-    trees = [flattened(arg.tree, arg.name) for arg in named]
-    try:
-        plan = find(fn, signature_of(fn, named, trees, n_args, how._replace(where="dp_apply"), 1))
-    except (TypeError, ValueError):  # devices that are not here, as yet
-        plan = None
-    return None if plan is None else plan.timings
-
-
-@final
-class _Dry:
-    """The function, with what it returns in each slot kept, and where the log stood when it was called.
-
-    Attributes:
-        before, after: The entries of the log that are no part of what the function itself does.
-    """
-
-    def __init__(self, fn: Function, log: list[Transfer], fakes: Fakes) -> None:
-        self._fn, self._log, self._fakes = fn, log, fakes
-        self.before: int | None = None
-        self.after, self.has_failed = 0, False
-        self.results: dict[int, Tree] = {}
-
-    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        slot = current_slot()
-        if self.before is None:
-            self.before = len(self._log)
-        try:
-            with Guard(has_graph=self._fakes.has_graph):
-                result = self._fn(*args, **kwargs)
-        except Exception:
-            self.has_failed = True
-            raise
-        self.after = len(self._log)
-        if slot is not None:
-            self.results[slot.index] = result
-        return result

@@ -126,3 +126,54 @@ def test_a_function_that_mixes_devices_is_told_before_it_runs():
     assert plan.problem is not None
     assert "virtual:1" in plan.problem
     assert "virtual:0" in plan.problem
+
+
+def assert_planned_gradient(step: Any, params: Any, inputs: Any) -> fdp.Plan:
+    plan = fdp.explain(step, params, inputs)
+    assert plan.problem is None
+    with record_copies() as real, fdp.transfers() as log:
+        step(params, *inputs)
+    assert list(plan.copies) == log
+    assert [tuple(copy[1:]) for copy in plan.copies] == [tuple(copy) for copy in real]
+    leaves = [*plan.arguments, *(plan.outputs or ())]
+    own = [copy for copy in log if copy.path.startswith(("args", "loss", "aux", "grad of"))]
+    assert sum(leaf.copies for leaf in leaves) == len(own)
+    assert sum(leaf.copied for leaf in leaves) == sum(copy.nbytes for copy in own)
+    return plan
+
+
+def mean_loss(params: Any, x: Tensor) -> tuple[Tensor, Any]:
+    out = torch.tanh(x @ params["w"] + params["b"])
+    return out.square().mean(), {"mean": out.mean(0), "rows": len(x) * 0}
+
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in pieces": {"microbatches": 2},
+    "to the inputs": {"argnums": (0, 1), "in_dims": (None, 0)},
+    "by count": {"count": lambda params, x: x.abs().sum(), "aux_weight": "count"},
+    "to one device": {"output_device": VIRTUAL[1], "weights": [1, 2, 1, 0, 1]},
+    "as a sum": {"reduction": "sum", "executor": "threads", "seed": 3},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("function", ["value_and_grad", "grad"])
+@pytest.mark.parametrize("home", [CPU, VIRTUAL[0]])
+def test_l14_the_copies_of_a_gradient(name: str, function: str, home: torch.device):
+    params = {"w": numbers(3, 2).to(home), "b": numbers(2)}
+    step = getattr(fdp, function)(mean_loss, has_aux=True, devices=[CPU, *VIRTUAL], **GRADIENTS[name])
+    plan = assert_planned_gradient(step, params, (numbers(11, 3),))
+    assert plan.sizes == ((2, 5, 2, 2) if name == "to one device" else (3, 2, 2, 2, 2))
+
+
+def test_the_copies_of_a_gradient_with_collectives_and_state():
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w - fdp.pmean((x @ w).mean(), weight="rows")).square().mean()
+
+    w = numbers(3)
+    plan = assert_planned_gradient(fdp.value_and_grad(loss, devices=VIRTUAL[:2]), w, (numbers(7, 3),))
+    assert "pmean" in [entry.name for entry in plan.collectives]
+    slots = VIRTUAL[:2]
+    on_slots = fdp.replicate(w, slots), (fdp.scatter(numbers(7, 3), slots),)
+    assert_planned_gradient(fdp.value_and_grad(lambda w, x: (x @ w).square().mean()), *on_slots)

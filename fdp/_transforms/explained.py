@@ -1,0 +1,150 @@
+"""A call run on tensors without data: what becomes its `Plan`, for `dp_apply` and for the gradient functions."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from fdp._execution.executor import Mode, executor_of
+from fdp._execution.own_statistics import FOUND
+from fdp._placement.plan import Plan, PlannedLeaf
+from fdp._placement.planned_leaves import of_arguments
+from fdp._placement.slot import current_slot
+from fdp._placement.split_dims import flatten_args
+from fdp._placement.timings import Timings
+from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
+from fdp._transforms.arguments import Arg, Options
+from fdp._transforms.call import decide
+from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
+from fdp._transforms.plans import find, signature_of
+from fdp._trees.registry import flattened
+from fdp._trees.tree import Flat
+from fdp._trees.types import Function, Tree
+
+
+class Explained(NamedTuple):
+    """A call: `run` makes it with another function, and `outputs` says what becomes of the results of its shards.
+
+    `where` is the function under whose name its plans are kept.
+    """
+
+    where: str
+    fn: Function
+    named: Sequence[Arg]
+    n_args: int
+    options: Options
+    run: Callable[["Dry", Fakes], Tree]
+    outputs: Callable[[Sequence[Flat], Plan, Sequence[Tree], Tree, Sequence[Transfer]], Iterable[PlannedLeaf]]
+    microbatches: int = 1
+    differentiates: bool = False
+
+    def plan(self) -> Plan:
+        """What it will do."""
+        timings = self._timings()
+        log: list[Transfer] = []
+        with APART, Fakes() as fakes, only(log):
+            flats = flatten_args(self.named, "explain")
+            plan = decide(flats, self.options, self.microbatches)
+            _check_layouts(flats, plan.devices)
+            fakes.has_graph = has_autograd(plan.slots)
+            dry, problem, joined = Dry(self.fn, log, fakes, self.differentiates), None, None
+            collectives, differences = list[Collective](), list[str]()
+            tokens = COLLECTIVES.set(collectives), FOUND.set(differences)
+            try:
+                with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
+                    joined = self.run(dry, fakes)
+            except Exception as error:
+                if not dry.has_failed and not isinstance(error, fakes.unknown):
+                    raise
+                problem = problem_of(error, fakes)
+                del log[dry.before :], collectives[:]
+            finally:
+                COLLECTIVES.reset(tokens[0])
+                FOUND.reset(tokens[1])
+        copies = tuple(log)
+        mode = Mode(self.options.executor, self.options.seed, self.fn, timings=timings)
+        before = copies[: dry.before]
+        results = [dry.results[place] for place in sorted(dry.results)]
+        return dataclasses.replace(
+            plan,
+            executor=_executor(collectives) or executor_of(mode, plan.places),
+            timings=timings,
+            arguments=tuple(leaf for flat in flats for leaf in of_arguments(flat, plan.partition, before)),
+            outputs=None if problem is not None else tuple(self.outputs(flats, plan, results, joined, dry.joins())),
+            differences=tuple(dict.fromkeys(differences)),
+            collectives=tuple(collectives),
+            copies=copies,
+            problem=problem,
+        )
+
+    def _timings(self) -> Timings | None:
+        """What calls like this one have taken."""
+        trees = [flattened(arg.tree, arg.name) for arg in self.named]
+        how = self.options._replace(where=self.where)
+        try:
+            plan = find(self.fn, signature_of(self.fn, self.named, trees, self.n_args, how, self.microbatches))
+        except (TypeError, ValueError):  # devices that are not here, as yet
+            plan = None
+        return None if plan is None else plan.timings
+
+
+def _executor(collectives: Sequence[Collective]) -> str:
+    """How shards run that meet."""
+    return f"all shards alive at once: they meet in {collectives[0].name}" if collectives else ""
+
+
+def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:
+    """Nested tensors have no shape that could be planned with, and sparse ones none that could be copied."""
+    for flat in flats:
+        for i, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+                raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
+            is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+            if is_sparse and any(device != leaf.device for device in devices):
+                raise ValueError(
+                    f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot "
+                    "be planned. Explain the call with it on the device of all slots"
+                )
+
+
+@final
+class Dry:
+    """The function, with what it returns for each shard kept, and where the log stood when it was called.
+
+    Attributes:
+        before: How many entries of the log are of the arguments.
+    """
+
+    def __init__(self, fn: Function, log: list[Transfer], fakes: Fakes, differentiates: bool) -> None:
+        self._fn, self._log, self._fakes = fn, log, fakes
+        self._is_refused = differentiates and not fakes.has_graph
+        self.before: int | None = None
+        self._inside: list[range] = []
+        self.has_failed = False
+        self.results: dict[tuple[int, int], Tree] = {}
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        slot, start = current_slot(), len(self._log)
+        if self.before is None:
+            self.before = start
+        try:
+            if self._is_refused:
+                raise RuntimeError(
+                    "gradients cannot be explained on devices that are not here. Explain them on fdp.virtual_devices(n)"
+                )
+            with Guard(has_graph=self._fakes.has_graph):
+                result = self._fn(*args, **kwargs)
+        except Exception:
+            self.has_failed = True
+            raise
+        self._inside.append(range(start, len(self._log)))
+        if slot is not None:
+            self.results[slot.index, slot.piece or 0] = result
+        return result
+
+    def joins(self) -> list[Transfer]:
+        """The copies of what comes out: not those that the function makes."""
+        own = {i for entries in self._inside for i in entries}
+        return [copy for i, copy in enumerate(self._log) if i >= (self.before or 0) and i not in own]

@@ -64,9 +64,10 @@ check-format: $(READY)
 check-lint: $(READY)
 	$(BIN)/python -m ruff check
 
-# Without the variable pyright asks the network for its newest version.
+# Without the first variable pyright asks the network for its newest version; --verifytypes looks for torch by the second.
 check-types: $(READY)
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/python -m pyright
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pyright --verifytypes fdp --ignoreexternal
 
 check-layers: $(READY)
 	$(BIN)/lint-imports --no-logo

@@ -42,7 +42,7 @@ class Packing:
         order: Sequence[int] | None = None,
         dtypes: Sequence[torch.dtype | None] | None = None,
     ) -> None:
-        self.kinds = list(kinds)
+        self.kinds: list[Kind] = list(kinds)
         self.buckets: list[Bucket] = []
         filled: dict[Any, tuple[Bucket, int]] = {}
         for i in range(len(self.kinds)) if order is None else order:

@@ -44,7 +44,8 @@ class Lane:
     """A group for buffers of one layout."""
 
     def __init__(self, comm: Communicator, packing: Packing) -> None:
-        self.comm, self.is_open = comm, True
+        self.comm: Communicator = comm
+        self.is_open: bool = True
         self._zeros = packing.zeros
         self._begun = 0
 

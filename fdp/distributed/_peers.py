@@ -20,7 +20,8 @@ from fdp.distributed._replicate import same_everywhere
 class MeshPeers(Processes, Peers):
     """See `Peers`."""
 
-    place, elsewhere = "a mesh", "not on it"
+    place: str = "a mesh"
+    elsewhere: str = "not on it"
 
     def begin(
         self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]

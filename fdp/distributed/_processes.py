@@ -35,8 +35,9 @@ class Processes:
     def __init__(self, comm: Communicator, slots: Sequence[int]) -> None:
         self.comm: Communicator = comm
         self.slots: tuple[int, ...] = tuple(slots)
-        self.calls, self._process = 0, os.getpid()
-        self.plans = AgreedPlans(comm)
+        self.calls: int = 0
+        self._process = os.getpid()
+        self.plans: AgreedPlans = AgreedPlans(comm)
         self._caller: int | None = None  # the thread that is in a call
         self._communicators: dict[tuple[int, ...], Communicator | None] = {comm.ranks: comm}
         self._is_closed = False

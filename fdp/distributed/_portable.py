@@ -13,6 +13,7 @@ from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_MOST_BITS = 2039  # of an int: torch does not load larger ones without running code
 
 
 def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str, Any]:
@@ -27,15 +28,22 @@ def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str,
             leaves = _alone(flat.leaves)
         else:
             leaves = [_copy(leaf, old) for leaf, old in zip_longest(flat.leaves, room[: len(flat.leaves)])]
-    refused = [i for i, leaf in enumerate(leaves) if type(leaf) not in (torch.Tensor, *_PLAIN)]
+    refused = [i for i, leaf in enumerate(leaves) if _hindrance(leaf) is not None]
     if refused:
-        each = listed(refused, lambda i: f"{flat.path(i)} is a {type(leaves[i]).__name__}", "; ")
+        each = listed(refused, lambda i: f"{flat.path(i)} is {_hindrance(leaves[i])}", "; ")
         raise TypeError(
             f"{where}: {each}. A checkpoint holds tensors, numbers, strings, bytes, dtypes, devices and sizes, so that "
             "loading it runs no code: torch.as_tensor(array), float(scalar), enum.name"
         )
     indices = unflatten(flat.structure, range(len(leaves)))
     return {"leaves": leaves, "paths": _paths(flat), "indices": indices if _is_plain(indices) else None}
+
+
+def _hindrance(leaf: Any) -> str | None:
+    """What torch would not load."""
+    if type(leaf) is int and leaf.bit_length() > _MOST_BITS:
+        return f"an int of {leaf.bit_length():,} bits, of at most {_MOST_BITS:,}"
+    return None if type(leaf) in (torch.Tensor, *_PLAIN) else f"a {type(leaf).__name__}"
 
 
 def outline(packed: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +146,8 @@ def _paths(flat: Flat) -> list[str]:
 def _is_plain(node: Any) -> bool:
     """Whether a tree of indices has containers and keys only that load without running code."""
     if type(node) in (dict, OrderedDict):
-        return all(type(key) in (str, int, float, bool) and _is_plain(child) for key, child in node.items())
+        keys = all(type(key) in (str, int, float, bool) and _hindrance(key) is None for key in node)
+        return keys and all(map(_is_plain, node.values()))
     if type(node) in (list, tuple):
         return all(map(_is_plain, node))
     return type(node) in (int, type(None))

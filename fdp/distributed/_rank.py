@@ -65,7 +65,8 @@ def _stream(descriptor: int, path: Path) -> TextIO:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
     ctypes.CDLL(None).fflush(None)  # what C code has printed: a process of multiprocessing ends without it
 
 
@@ -162,7 +163,10 @@ def failure(folder: Path, nprocs: int, codes: Mapping[int, int]) -> RuntimeError
 def _how(code: int) -> str:
     if code == 0:
         return "itself without returning (os._exit?)"
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code > 0:
+        return f"exit code {code}"
+    names = {int(number): number.name for number in signal.Signals}  # the real-time ones between have none
+    return names.get(-code, f"signal {-code}")
 
 
 def _unsaid(folder: Path, nprocs: int, codes: Mapping[int, int]) -> str:

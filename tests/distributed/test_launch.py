@@ -88,6 +88,7 @@ class _Unpicklable(Exception):
     [
         (lambda: os._exit(0) if _rank() == 0 else time.sleep(60), "rank 0 of 2 has ended by itself without returning"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL) if _rank() == 1 else 1, "rank 1 of 2 has ended by SIGKILL"),
+        (lambda: os.kill(os.getpid(), 40) if _rank() == 1 else 1, "rank 1 of 2 has ended by signal 40"),
         (lambda: sys.exit(3) if _rank() == 1 else time.sleep(60), "rank 1 raised SystemExit: 3"),
         (
             lambda: (lambda: 1) if _rank() == 1 else time.sleep(60),
@@ -128,6 +129,15 @@ def test_an_exception_that_cannot_be_pickled_and_an_exit_without_an_error():
         launch(work, 2, start_method="fork")
     assert caught.value.__cause__ is None
     assert launch(sys.exit, 1, start_method="fork") == [None]
+
+
+def test_a_function_may_close_its_streams():
+    def work():
+        print("before")
+        sys.stdout.close() if _rank() == 0 else setattr(sys, "stdout", None)
+        return _rank()
+
+    assert launch(work, 2, start_method="fork") == [0, 1]
 
 
 def test_a_time_limit_names_the_late_ranks_and_shows_where_they_are(capfd):

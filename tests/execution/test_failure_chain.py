@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fdp
+from tests.common.threads import wake_workers
 
 DEVICES = fdp.virtual_devices(3)
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -142,6 +143,7 @@ def test_a_failure_keeps_nothing(name: str, where: str, executor: Any):
         for _ in range(2):
             once()
             assert len(refs) >= 3
+            wake_workers()
             assert [ref() for ref in refs if ref() is not None] == []
     finally:
         gc.enable()

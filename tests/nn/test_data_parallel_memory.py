@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fdp import DataParallel
 from tests.common.numbers import numbers
 from tests.common.settings import without_collector
-from tests.common.threads import many_cores
+from tests.common.threads import many_cores, wake_workers
 from tests.nn.modules_of_data_parallel import Checkpointed, Recurrent, loss_of, mlp
 
 TWO = ["cpu", "cpu"]
@@ -52,6 +52,7 @@ def test_nothing_of_a_call_is_kept(make: Any, grad: bool, executor: Any):
                 loss_of(out).backward()
             refs = [weakref.ref(x), weakref.ref(out), *seen]
             del x, out
+            wake_workers()
             assert [ref() for ref in refs] == [None] * len(refs)
     assert len(seen) == 3
 
@@ -74,6 +75,7 @@ def test_nothing_of_a_failed_call_is_kept(executor: Any):
             shim(x)
         del x
         assert len(refs) == 4
+        wake_workers()
         assert [ref() for ref in refs] == [None] * 4
 
 
@@ -88,6 +90,7 @@ def test_the_module_is_garbage_when_it_is_dropped(make: Any):
     refs = [weakref.ref(module), weakref.ref(shim), *map(weakref.ref, module.parameters())]
     del module, shim
     gc.collect()
+    wake_workers()
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
@@ -100,6 +103,7 @@ def test_without_cycles_of_its_own_it_is_freed_at_once():
                 shim(numbers(4, 3))
         refs = [weakref.ref(module), weakref.ref(shim), *map(weakref.ref, module.parameters())]
         del module, shim
+        wake_workers()
         assert [ref() for ref in refs] == [None] * len(refs)
 
 

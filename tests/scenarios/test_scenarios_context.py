@@ -19,7 +19,7 @@ from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 from tests.common.settings import default_device, default_dtype
-from tests.common.threads import has_all_cores, side_by_side
+from tests.common.threads import has_all_cores, side_by_side, wake_workers
 
 EXECUTORS: Any = ("auto", "sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -331,6 +331,7 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
             assert not hasattr(caught.value, "__notes__")
             del caught
             assert len(refs) >= 4
+            wake_workers()
             assert [ref() for ref in refs if ref() is not None] == []
             assert_close_tree(CALLS["dp_apply"](torch.mul, executor), ROWS * 2)
             assert_close_tree(CALLS["value_and_grad"](torch.mul, executor), (ROWS.mean() * 2, ROWS.mean()))
@@ -363,6 +364,7 @@ def test_a_failure_leaves_nothing_behind(call: Callable[..., Any], executor: Any
             refs.append(weakref.ref(caught.value))
             del caught
             assert len(refs) > 8
+            wake_workers()
             assert [ref() for ref in refs if ref() is not None] == []
     finally:
         gc.enable()

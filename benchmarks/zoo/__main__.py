@@ -52,21 +52,22 @@ LIBRARIES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try what the arguments name; 1 if fdp is at fault somewhere."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.write and (options.only or options.quick):
-        parser.error("--write needs whole runs: without --only and --quick")
+    options = _parser().parse_args(arguments)
     found = {title: _tried(title, LIBRARIES[title], options) for title in options.library}
     print("\n".join(summary(found)))
     if options.write:
-        kept = {title: tried for title in LIBRARIES if (tried := found.get(title) or _kept(title, options.out))}
+        kept = {title: tried for title in LIBRARIES if (tried := _kept(title, options.out))}
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), kept), encoding="utf-8")
     return int(any(verdict.kind in FAULTS for tried in found.values() for verdict in tried.verdicts.values()))
 
 
+def _file(title: str, out: Path) -> Path:
+    return out / f"{LIBRARIES[title].package}.json"
+
+
 def _kept(title: str, out: Path) -> Tried | None:
     """What an earlier run has found."""
-    file = out / f"{LIBRARIES[title].package}.json"
+    file = _file(title, out)
     if not file.exists():
         return None
     kept = json.loads(file.read_text(encoding="utf-8"))
@@ -86,18 +87,29 @@ def _tried(title: str, library: Library, options: argparse.Namespace) -> Tried:
         tried.verdicts[name] = verdict
         took = time.monotonic() - start
         print(f"{title} {len(tried.verdicts)}/{len(names)} {took:.0f} s {name}: {': '.join(verdict)}", file=sys.stderr)
-    if not options.only and not options.quick:
-        options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / f"{library.package}.json"
-        file.write_text(json.dumps(tried._asdict(), indent=1) + "\n", encoding="utf-8")
+    if not options.quick:
+        _keep(title, tried, options)
     return tried
+
+
+def _keep(title: str, tried: Tried, options: argparse.Namespace) -> None:
+    """Write a whole run; some models alone belong into a whole run of the same versions."""
+    if options.only:
+        kept = _kept(title, options.out)
+        if kept is None or kept.versions != tried.versions:
+            return
+        tried = Tried(kept.versions, kept.verdicts | tried.verdicts)
+    options.out.mkdir(parents=True, exist_ok=True)
+    _file(title, options.out).write_text(json.dumps(tried._asdict(), indent=1) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     text = f"which of {', '.join(LIBRARIES)}"
     parser.add_argument("--library", nargs="*", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME", help=text)
-    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL", help="which models or families")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="MODEL", help="these models or families anew, of a whole run"
+    )
     parser.add_argument("--quick", action="store_true", help="some twenty of each library")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once (default: 2)")
     parser.add_argument(
@@ -107,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--write",
         action="store_true",
-        help=f"write the tables to {PAGE.name}, of other libraries those of earlier runs",
+        help=f"write the tables of whole runs to {PAGE.name}",
     )
     return parser
 

@@ -68,6 +68,8 @@ def compared(model: Model, whole: Any) -> Verdict:
         expected = gradients(model.module, whole)
         with_data_parallel(model, whole, expected)
         return Verdict(WORKS if in_functions(model, whole, expected) else CACHE)
+    except LeftOut as error:
+        return Verdict(ALONE, said(error))
     except Differs as error:
         return Verdict(DIFFERS, said(error))
     except Exception as error:
@@ -131,7 +133,7 @@ def in_functions(model: Model, whole: Any, expected: Mapping[str, Tensor]) -> bo
         if "use_cache=False" not in str(error):
             raise
         fixed["use_cache"] = False
-        whole = model.module(**model.batch, **fixed)
+        whole = without_cache(model)
         expected = gradients(model.module, whole)
         out = fdp.dp_apply(forward, params, model.batch, DEVICES)
     if why := differs_from(whole, out):
@@ -142,6 +144,14 @@ def in_functions(model: Model, whole: Any, expected: Mapping[str, Tensor]) -> bo
     if why := gradients_differ(expected, grads):
         raise Differs(f"value_and_grad: {why}")
     return not fixed
+
+
+def without_cache(model: Model) -> Any:
+    """The output of a model that is asked for no cache."""
+    try:
+        return model.module(**model.batch, use_cache=False)
+    except Exception as error:
+        raise LeftOut(f"with use_cache=False {said(error)}") from error
 
 
 def scalar(out: Any) -> Tensor:

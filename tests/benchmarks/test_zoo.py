@@ -56,6 +56,13 @@ class Caching(Plain):
         return Output(logits=out, hidden=DynamicCache(out.exp()) if use_cache else None)
 
 
+class NeedsCache(Caching):
+    def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+        if not use_cache:
+            raise RuntimeError("not without")
+        return super().forward(x)
+
+
 class Failing(Plain):
     """Where its parameters are others than its own, as in a call of fdp."""
 
@@ -78,6 +85,7 @@ VERDICTS = {
     Transposed: (check.MEETS, "out of shape [2, 5] has no row for each sample"),
     Noisy: (check.DRAWS, "two calls by itself differ in eval mode"),
     Broken: (check.ALONE, "RuntimeError: no such input"),
+    NeedsCache: (check.ALONE, "with use_cache=False RuntimeError: not without"),
     Failing: (check.RAISES, "RuntimeError: not the module's own"),
     Differing: (check.DIFFERS, "dp_apply: out"),
 }
@@ -108,7 +116,7 @@ def test_the_page_counts_what_could_be_compared():
     verdicts = {kind.__name__: Verdict(*each) for kind, each in VERDICTS.items()}
     old = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
     page = report.page(old, {"library": report.Tried({"torch": "2"}, verdicts)})
-    assert "| library | **2 of 4** | 1 | 1 | 2 | 1 | 1 | 0 | 0 |" in page
+    assert "| library | **2 of 4** | 1 | 1 | 2 | 1 | 2 | 0 | 0 |" in page
     assert page.startswith("before\n")
     assert page.endswith("\nafter")
     assert "old" not in page

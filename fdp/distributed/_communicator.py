@@ -16,6 +16,7 @@ from fdp._trees import torch_private
 from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._notices import NOTICES, Notices
 from fdp.distributed._underway import PendingOperation, has_been_left, leave_off
+from fdp.distributed._waits import Wait
 
 
 class Elsewhere(RuntimeError):
@@ -62,15 +63,21 @@ class Communicator:
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
         """One between some of these processes, all of which make it together; None if this is none of them."""
-        group = dist.new_group([self._global(self.ranks.index(rank)) for rank in ranks], timeout=self._timeout)
+        group = self._new_group(ranks)
         return Communicator(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
 
     def beside(self) -> "Communicator":
         """One between the same processes with a group of its own, on the CPU: what is sent here is not met there."""
         if not self._is_gloo:
             return self
-        group = dist.new_group([self._global(i) for i in range(len(self.ranks))], self._timeout, "gloo")
+        group = self._new_group(self.ranks, "gloo")
         return Communicator(group, self.ranks, self.rank, self._width, self._timeout, is_beside=True)
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        name, members = "new connections", [self._global(self.ranks.index(rank)) for rank in ranks]
+        wait = Wait(name, self.rank, self._timeout, self._notices)
+        with self._explained(name):
+            return wait.result_of(lambda: dist.new_group(members, self._timeout, backend), f"process {self._others()}")
 
     @property
     def position(self) -> int:
@@ -172,6 +179,9 @@ class Communicator:
         self.share(tensor, position, name)
         return bytes_of(tensor.cpu())
 
+    def _others(self) -> str:
+        return ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
+
     def _global(self, position: int) -> int:
         return position if self.group is None else dist.get_global_rank(self.group, position)
 
@@ -234,10 +244,9 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             if self._missed is None and operation is not None:
                 self._missed = operation.who(self._timeout)
-            others = ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
             raise Elsewhere(
-                f"{name}: process {self.rank} could not reach all of the others ({others}){self._missed or ''}. One "
-                f"has ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
+                f"{name}: process {self.rank} could not reach all of the others ({self._others()})"
+                f"{self._missed or ''}. One has ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
                 f"fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
             ) from error
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fdp
 from fdp.distributed import init, launch
@@ -125,6 +126,27 @@ def goes_on_after_an_interrupt() -> None:
 def test_who_goes_on_after_an_interrupt_is_out_of_step():
     """What it sends would meet other messages, of other sizes, which ends a process."""
     assert exits(goes_on_after_an_interrupt) == [0, 0]
+
+
+def is_interrupted_while_connections_are_made() -> None:
+    def interrupted(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+
+    mesh = init(timeout=2)
+    if mesh.rank == 1:
+        dist.new_group = interrupted
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            gradient(mesh)
+        with pytest.raises(RuntimeError, match="Ctrl-C has ended a wait of process 1"):
+            apply_total(mesh)
+    else:
+        with pytest.raises(RuntimeError, match=r"new connections: process 0 could not reach all of the others \(1\)"):
+            gradient(mesh)
+
+
+def test_an_interrupt_while_connections_are_made_is_told_of():
+    assert exits(is_interrupted_while_connections_are_made) == [0, 0]
 
 
 def is_left_by_process_1() -> None:

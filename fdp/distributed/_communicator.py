@@ -246,8 +246,8 @@ class Communicator:
                 self._missed = operation.who(self._timeout)
             raise Elsewhere(
                 f"{name}: process {self.rank} could not reach all of the others ({self._others()})"
-                f"{self._missed or ''}. One has ended, or did not come within the {self._timeout.total_seconds():g} seconds of "
-                f"fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
+                f"{self._missed or ''}. One has ended, or did not come within the {self._timeout.total_seconds():g} "
+                f"seconds of fdp.distributed.init(timeout=...). torch.distributed says: {first_sentence(error)}"
             ) from error
 
 

@@ -44,11 +44,12 @@ def launch(
     [5.0, 5.0]
 
     `"fork"` starts at once, and takes any function: a lambda, or one of a notebook. No accelerator may have been used
-    before, nor a process group be open. A forked rank computes with one thread, as under torchrun, and must keep to
-    it: `torch.set_num_threads(2)` hangs there once this process has computed with two. Nothing else should be running
-    in this process meanwhile. `"spawn"` has no such limits, but imports torch and the program's main module again
-    (which needs `if __name__ == "__main__":`), and `fn` and `args` must be importable and picklable. `"auto"` forks if
-    there is no accelerator. Otherwise it spawns what can be spawned and forks what cannot, if that is safe.
+    before, where there is one no gradient taken, and no process group be open. A forked rank computes with one thread,
+    as under torchrun, and must keep to it: `torch.set_num_threads(2)` hangs there once this process has computed with
+    two. Nothing else should be running in this process meanwhile. `"spawn"` has no such limits, but imports torch and
+    the program's main module again (which needs `if __name__ == "__main__":`), and `fn` and `args` must be importable
+    and picklable. `"auto"` forks if there is no accelerator. Otherwise it spawns what can be spawned and forks what
+    cannot, if that is safe.
 
     Args:
         fn: Any function. What it prints is shown line by line, as `[rank 1] ...`.
@@ -180,7 +181,8 @@ def _plan(fn: Any, args: tuple[Any, ...], asked: StartMethod) -> tuple[str, Any]
         why = f", and cannot fork, as {hindrance}" if hindrance and asked == "auto" else ""
         raise ValueError(
             f"launch: cannot spawn {what}: {text_of(error)}{why}. Define the function at the top level of a file and "
-            "import it, or launch before anything has touched an accelerator (in a notebook: restart the kernel)"
+            "import it, or launch before anything has used an accelerator or taken a gradient (in a notebook: restart "
+            "the kernel)"
         ) from error
 
 
@@ -194,6 +196,8 @@ def _no_fork() -> str | None:
     # What an initialised runtime holds does not survive: "Cannot re-initialize CUDA in forked subprocess".
     if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
         return f"{accelerator.type} has been used in this process"
+    if any(name.read_text().startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm")):
+        return "torch has threads for gradients in this process"  # where it knows an accelerator, from the first on
     return None
 
 

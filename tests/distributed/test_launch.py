@@ -261,6 +261,23 @@ def test_bad_arguments():
         launch(lambda: 1, 1, start_method="spawn")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_no_fork_once_gradients_have_threads():
+    """Torch starts them where it knows an accelerator, and then takes no gradients in a fork."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("pt_autograd_0")
+        with pytest.raises(ValueError, match="cannot fork, as torch has threads for gradients in this process"):
+            launch(math.hypot, 1, 3.0, 4.0, start_method="fork")
+        with pytest.raises(ValueError, match=r"cannot fork, as torch has threads.* or taken a gradient"):
+            launch(lambda: 1, 1)
+    finally:
+        end.set()
+        thread.join()
+
+
 def test_no_fork_inside_a_process_group():
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

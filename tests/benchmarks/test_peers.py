@@ -18,6 +18,7 @@ def only_torch(rendezvous: str) -> dict[str, list[Job]]:
     return {name: compare.jobs(rendezvous)[name] for name in (report.PLAIN,)}
 
 
+@pytest.mark.deep  # half a minute of imports and drawing
 def test_figures_are_written_and_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -73,6 +73,10 @@ def compared(model: Model, whole: Any) -> Verdict:
     except Differs as error:
         return Verdict(DIFFERS, said(error))
     except Exception as error:
+        try:
+            gradients(model.module, alone(model))
+        except Exception as own:
+            return Verdict(ALONE, f"a second time {said(own)}")
         return Verdict(RAISES, said(error))
 
 
@@ -172,7 +176,7 @@ def gradients(module: nn.Module, out: Any) -> dict[str, Tensor]:
 
 def gradients_differ(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     """The first gradient that differs."""
-    largest = max((grad.abs().max().item() for grad in expected.values() if grad.numel()), default=0.0)
+    largest = max(map(largest_of, expected.values()), default=0.0)
     off = [name for name, grad in expected.items() if not close(found[name], grad, NOISE * largest)]
     return f"the gradients of {len(off)} of {len(expected)}, among them {off[0]}" if off else ""
 
@@ -195,8 +199,13 @@ def close(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:
         return close(torch.view_as_real(found), torch.view_as_real(expected), least)
     if not expected.is_floating_point() or not expected.numel():
         return torch.equal(found, expected)
-    largest = torch.where(expected.isfinite(), expected, 0).abs().max().item()
-    return torch.allclose(found, expected, rtol=0.0, atol=CLOSE * largest + least, equal_nan=True)
+    atol = CLOSE * largest_of(expected) + least
+    return torch.allclose(found, expected, rtol=0.0, atol=atol, equal_nan=True)
+
+
+def largest_of(tensor: Tensor) -> float:
+    """The largest entry that is finite."""
+    return torch.where(tensor.isfinite(), tensor, 0).abs().max().item() if tensor.numel() else 0.0
 
 
 def kinds(out: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """One model on one device, and on three slots in two ways."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-WORKS, CACHE = "works", "works, with use_cache=False in functions"
+WORKS, CACHE = "works", "works, with use_cache=False"
 BUILD, ALONE = "cannot be built", "does not run by itself"
 MEETS, DRAWS = "rows meet", "draws random numbers"
 RAISES, DIFFERS, SLOW = "fdp raises", "fdp differs", "stopped"
@@ -62,21 +62,20 @@ def compared(model: Model, whole: Any) -> Verdict:
     """The verdict on a model that runs by itself."""
     if differs_from(whole, alone(model, seed=1)):
         return Verdict(DRAWS, "two calls by itself differ in eval mode")
+    try:
+        gradients(model.module, whole)
+    except Exception as error:
+        return Verdict(ALONE, f"no gradients: {said(error)}")
     if why := meeting(model, whole):
         return Verdict(MEETS, why)
     try:
-        expected = gradients(model.module, whole)
-        with_data_parallel(model, whole, expected)
-        return Verdict(WORKS if in_functions(model, whole, expected) else CACHE)
+        as_it_is = [runs_as_it_is(way, model, whole) for way in (with_data_parallel, in_functions)]
+        return Verdict(WORKS if all(as_it_is) else CACHE)
     except LeftOut as error:
         return Verdict(ALONE, said(error))
     except Differs as error:
         return Verdict(DIFFERS, said(error))
     except Exception as error:
-        try:
-            gradients(model.module, alone(model))
-        except Exception as own:
-            return Verdict(ALONE, f"a second time {said(own)}")
         return Verdict(RAISES, said(error))
 
 
@@ -107,55 +106,55 @@ def meeting(model: Model, whole: Any) -> str:
             return f"{path} of shape {list(expected.shape)} has no row for each sample"
         if not all(shard.shape[1:] == expected.shape[1:] for shard in shards) or not close(torch.cat(shards), expected):
             return f"{path} of a row depends on the other rows"
-    return ""
+    joined = {path: torch.cat([part[path] for part in parts]) for path, _ in tensors_of(whole)}
+    return gradients_differ(gradients(model.module, whole), gradients(model.module, joined))
 
 
-def with_data_parallel(model: Model, whole: Any, expected: Mapping[str, Tensor]) -> None:
+def runs_as_it_is(way: Callable[[Model, Any], None], model: Model, whole: Any) -> bool:
+    """Whether a way works without other arguments; where its error says so, with no cache."""
+    try:
+        way(model, whole)
+        return True
+    except TypeError as error:
+        if "use_cache=False" not in str(error):
+            raise
+    bare = Model(model.module, model.batch | {"use_cache": False})
+    try:
+        whole = alone(bare)
+    except Exception as error:
+        raise LeftOut(f"with use_cache=False {said(error)}") from error
+    way(bare, whole)
+    return False
+
+
+def with_data_parallel(model: Model, whole: Any) -> None:
     """`fdp.DataParallel`, which gathers what the module returns."""
     wrapped = fdp.DataParallel(model.module, device_ids=["cpu"] * len(SIZES))
     out = wrapped(**model.batch)
     if why := differs_from(whole, out):
         raise Differs(f"DataParallel: {why}")
-    if why := gradients_differ(expected, gradients(model.module, out)):
+    if why := gradients_differ(gradients(model.module, whole), gradients(model.module, out)):
         raise Differs(f"DataParallel: {why}")
 
 
-def in_functions(model: Model, whole: Any, expected: Mapping[str, Tensor]) -> bool:
-    """`fdp.functional` in `dp_apply` and `value_and_grad`; whether it needed no other arguments than the module."""
+def in_functions(model: Model, whole: Any) -> None:
+    """`fdp.functional` in `dp_apply` and `value_and_grad`."""
     apply, (params, buffers) = fdp.functional(model.module)
-    fixed: dict[str, Any] = {}
 
     def forward(params: Any, batch: Any) -> Any:
-        return apply((params, buffers), **batch, **fixed)[0]
+        return apply((params, buffers), **batch)[0]
 
     def loss(params: Any, batch: Any) -> Tensor:
         return scalar(forward(params, batch))
 
-    try:
-        out = fdp.dp_apply(forward, params, model.batch, DEVICES)
-    except TypeError as error:
-        if "use_cache=False" not in str(error):
-            raise
-        fixed["use_cache"] = False
-        whole = without_cache(model)
-        expected = gradients(model.module, whole)
-        out = fdp.dp_apply(forward, params, model.batch, DEVICES)
+    out = fdp.dp_apply(forward, params, model.batch, DEVICES)
     if why := differs_from(whole, out):
         raise Differs(f"dp_apply: {why}")
     value, grads = fdp.value_and_grad(loss, devices=DEVICES)(params, model.batch)
     if not close(value, scalar(whole)):
         raise Differs("value_and_grad: the value")
-    if why := gradients_differ(expected, grads):
+    if why := gradients_differ(gradients(model.module, whole), grads):
         raise Differs(f"value_and_grad: {why}")
-    return not fixed
-
-
-def without_cache(model: Model) -> Any:
-    """The output of a model that is asked for no cache."""
-    try:
-        return model.module(**model.batch, use_cache=False)
-    except Exception as error:
-        raise LeftOut(f"with use_cache=False {said(error)}") from error
 
 
 def scalar(out: Any) -> Tensor:
@@ -169,7 +168,7 @@ def scalar(out: Any) -> Tensor:
 def gradients(module: nn.Module, out: Any) -> dict[str, Tensor]:
     """Of each parameter; zero where it has no part."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(scalar(out), list(named.values()), allow_unused=True)
+    found = torch.autograd.grad(scalar(out), list(named.values()), allow_unused=True, retain_graph=True)
     pairs = zip(named.items(), found, strict=True)
     return {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs}
 

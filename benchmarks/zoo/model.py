@@ -1,7 +1,7 @@
 """What a library hands over: a module with a batch, built in one of several ways."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ class Model(NamedTuple):
     """A module and the keyword arguments of one call; each tensor among them has a row in dim 0 for each sample."""
 
     module: nn.Module
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, Any]
 
 
 # Each makes the model another way, the preferred first. One that does not work raises.

@@ -17,7 +17,7 @@ from benchmarks.zoo.model import Ways
 
 SECONDS = 30  # of computing, for each model; on a busy machine that may take longer
 PATIENCE = 20  # times as long by the clock
-MEMORY = 4 * 2**30  # bytes besides what is mapped before
+MEMORY = 8 * 2**30  # bytes besides what is mapped before
 TOGETHER = 20  # models for a process: the first of each takes much longer than the others
 
 

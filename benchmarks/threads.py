@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,7 @@ import fdp
 
 SLOTS = fdp.virtual_devices(2)
 THREADS = torch.get_num_threads()
+warnings.simplefilter("ignore", fdp.nn.BatchNormWarning)  # bare threads take the statistics of each half too
 
 
 def steps(name: str, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:

@@ -163,13 +163,15 @@ def draw(one: Sequence[Note], parts: Sequence[tuple[Layout, list[Note]]], path: 
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         expected = [note.loss for note in one]
         above.semilogy(range(1, len(one) + 1), expected, color=GREY, linewidth=8, label="1 device, undisturbed")
+        last = 0  # step of the part before
         for number, (on, found) in enumerate(parts):
             colour, steps = COLOURS[number % len(COLOURS)], [note.step + 1 for note in found]
             above.semilogy(steps, [note.loss for note in found], color=colour, linewidth=1.8)
             off = [max(abs(note.loss - expected[note.step]), FLOOR) for note in found]
             below.semilogy(steps, off, color=colour, linestyle="none", marker="o", markersize=3.5)
             place = {"transform": above.get_xaxis_transform(), "clip_on": False}
-            above.text((steps[0] + steps[-1]) / 2, 1.03, str(on), color=colour, ha="center", size=13, **place)
+            above.text((last + steps[-1]) / 2, 1.03, str(on), color=colour, ha="center", size=12, **place)
+            last = steps[-1]
             if number + 1 < len(parts):
                 label = "killed (SIGKILL)" if number == 0 else None
                 above.plot(steps[-1], 0, "X", color=INK, markersize=11, zorder=3, label=label, **place)

@@ -17,7 +17,8 @@ from fdp._trees.untraced import leave_alone
 P = ParamSpec("P")
 T = TypeVar("T")
 OF_JAX = {"in_axes": "What JAX calls in_axes is in_dims here", "out_axes": "What JAX calls out_axes is out_dims here"}
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""That of fdp's own files."""
 
 
 def api_boundary(names: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -67,7 +68,7 @@ def hide_frames(error: BaseException) -> None:
 def _without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
     kept: list[types.TracebackType] = []
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_FOLDER):
+        if not traceback.tb_frame.f_code.co_filename.startswith(FOLDER):
             kept.append(traceback)
         traceback = traceback.tb_next
     found = None

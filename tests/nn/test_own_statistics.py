@@ -137,6 +137,16 @@ def test_calls_within_calls():
     assert len(said(lambda: fdp.dp_apply(inner, state, X, SLOTS, out_dims=(0, "mean")))) == 1
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_it_points_at_the_users_line_for_each_module(name: str):
+    """Python shows a line's warning once: if that were a line of fdp, no second module would be heard of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            CALLS[name](network(), SLOTS, executor="sequential")
+    assert [each.filename for each in found] == [__file__] * 2
+
+
 def test_silence_and_errors():
     module = network()
     with warnings.catch_warnings():

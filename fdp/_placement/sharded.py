@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 import torch
 
 from fdp._placement.devices import as_devices
+from fdp._placement.moves import layers
 from fdp._placement.peers import ALONE, Located, Peers
 from fdp._placement.picture import Picture, rows_of_slots
 from fdp._trees.registry import register_leaf
@@ -56,7 +57,8 @@ class Slots(Located):
 
     def __getitem__(self, slot: int) -> Tree:
         if isinstance(slot, bool) or not isinstance(slot, int):
-            raise TypeError(f"{type(self).__name__} is indexed by a slot number, not {slot!r}; .shards is a tuple")
+            what = f"x[i][{slot!r}] is in slot i" if isinstance(slot, str) else ".shards is a tuple"
+            raise TypeError(f"{type(self).__name__} is indexed by a slot number, not {slot!r}; {what}")
         if not -len(self) <= slot < len(self):
             raise IndexError(f"slot {slot} of a {type(self).__name__} with {len(self)} slots")
         return self.shards[slot]
@@ -65,7 +67,7 @@ class Slots(Located):
         raise TypeError(
             f"a {type(self).__name__} is not iterable: `a, b = x` would bind slots, not parts. Use x.unzip() for a "
             f"{type(self).__name__} of tuples or lists, x.shards for the shards. An optimizer takes the tensors of one "
-            "device"
+            "device: give it module.parameters(), and write fdp.set_grads(module, grads)"
         )
 
     @classmethod
@@ -82,16 +84,18 @@ class Slots(Located):
     if not TYPE_CHECKING:  # who writes a wrong name is to be told
 
         def __getattr__(self, name: str) -> NoReturn:
-            hint = ""
-            if not name.startswith("_") and hasattr(torch.Tensor, name):
-                hint = f". A tensor of slot i has it: x[i].{name}. fdp.parallel_apply(fn, x) runs fn on each slot"
+            hint, first = "", vars(self).get("shards", ((),))[0]  # before it is built there are none
+            if not name.startswith("_") and hasattr(first, name):
+                kind = "tensor" if isinstance(first, torch.Tensor) else _kind(first)
+                hint = f". The {kind} of slot i has it: x[i].{name}. fdp.parallel_apply(fn, x) runs fn on each slot"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-        def _operate(self, other: Any) -> NoReturn:
+        def _operate(self, *_: Any) -> NoReturn:
             raise self._no_tensor("operators")
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
-        __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _operate
+        __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __neg__ = __abs__ = _operate
+        __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     __reversed__ = __iter__
 
@@ -196,32 +200,46 @@ class Replicated(Slots):
 
         Args:
             fn: Called on one slot after the other; on accelerators the work overlaps. It may write to its arguments in
-                place. What it returns must be the same on every slot, so it must not draw random numbers: that is for
-                `parallel_apply(..., seed=..., randomness="same")`.
+                place. What it returns must be the same on every slot. So it must not count its calls, which are one a
+                slot, nor draw random numbers: draw before, and pass `fdp.replicate(drawn, devices)`.
             others: `Replicated` on the same slots. `fdp.replicate(tree, devices)` makes one of a tree; numbers such as
                 a learning rate go into `fn`.
 
         Raises:
-            TypeError: Another argument is not `Replicated`.
-            ValueError: They are on different slots; what `fn` returned differs between slots in structure, dtype or
-                shape, or is not on the slot's device.
+            TypeError: `fn` is no function, or another argument is not `Replicated`.
+            ValueError: They are on different slots; what `fn` returned differs between slots in structure, dtype, shape
+                or a number that is no tensor, or is not on the slot's device.
+            RuntimeError: `fn` wrote in place to a tensor that several slots share, as they do with `copy=False`.
         """
+        if not callable(fn):
+            raise TypeError(f"Replicated.map: expected a function first, got {_kind(fn)}. Write x.map(update, grads)")
         for i, other in enumerate(others):
             if not isinstance(other, Replicated):
                 what = "write fdp.replicate(it, x.devices), or put it into fn: x.map(lambda tree: fn(tree, it))"
                 raise TypeError(f"Replicated.map: others[{i}] is {_kind(other)}, expected a Replicated; {what}")
             if other.devices != self.devices or other.peers is not self.peers:
                 raise ValueError(f"Replicated.map: others[{i}] is on other slots: {other!r}, the first is {self!r}")
-        columns = zip(self.shards, *(other.shards for other in others), strict=True)
-        result = Replicated(tuple(fn(*trees) for trees in columns), self.devices, peers=self.peers)
+        columns = list(zip(self.shards, *(other.shards for other in others), strict=True))
+        may_share = len(set(self.devices)) < len(self) and not torch.compiler.is_compiling()
+        before = list(map(_versions, columns)) if may_share else []
+        shards: list[Tree] = []
+        for slot, trees in enumerate(columns):
+            if before and _versions(trees) != before[slot]:
+                raise RuntimeError(
+                    f"Replicated.map: on an earlier slot fn wrote in place to what slot {slot} shares, so it would be "
+                    "updated more than once. Return new tensors, or replicate without copy=False. The tensors hold the "
+                    "change already"
+                )
+            shards.append(fn(*trees))
+        result = Replicated(tuple(shards), self.devices, peers=self.peers)
         _check_alike(result)
         return result
 
 
 def _check_alike(result: Replicated) -> None:
-    """Whether what a function has returned can be the same on all slots, without a look at the values."""
+    """Whether what a function has returned can be the same on all slots, without a look at the values of tensors."""
     flats = [flatten_any(shard, "result") for shard in result.shards]
-    kinds = [[(x.dtype, x.shape) if isinstance(x, torch.Tensor) else None for x in flat.leaves] for flat in flats]
+    kinds = [[_alike(leaf) for leaf in flat.leaves] for flat in flats]
     for slot, (flat, kind) in enumerate(zip(flats, kinds, strict=True)):
         if flat.structure != flats[0].structure or kind != kinds[0]:
             each = f"{summary(result[0])} on slot 0, {summary(result[slot])} on slot {slot}"
@@ -230,6 +248,17 @@ def _check_alike(result: Replicated) -> None:
         for i, leaf in enumerate(flat.leaves):
             if isinstance(leaf, torch.Tensor) and leaf.device != on and (leaf.ndim or leaf.device.type != "cpu"):
                 raise ValueError(f"Replicated.map: {flat.path(i)} of slot {slot} is on {leaf.device}, the slot on {on}")
+
+
+def _alike(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.shape
+    return repr(leaf) if isinstance(leaf, int | float | complex | str) else None
+
+
+def _versions(trees: Tree) -> list[int]:
+    """How often each tensor has been written to; inference tensors do not count it."""
+    return [layer._version for x in tensors_in(trees) for layer in layers(x) if not layer.is_inference()]
 
 
 for cls in (Sharded, Replicated):

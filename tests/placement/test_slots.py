@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_index_out_of_range(make: Any, slot: int):
 
 
 @BOTH
-@pytest.mark.parametrize("slot", ["x", slice(0, 1), True, None, 0.0])
+@pytest.mark.parametrize("slot", [slice(0, 1), True, None, 0.0])
 def test_index_that_is_no_slot(make: Any, slot: Any):
     with pytest.raises(
         TypeError, match=r"(Sharded|Replicated) is indexed by a slot number, not .*; \.shards is a tuple"
@@ -194,6 +195,8 @@ def test_an_optimizer_on_each_slot():
         (lambda x: x.map(max, fdp.replicate(X, ["cpu"] * 3)), ValueError, r"others\[0\] is on other slots: .*3 slots"),
         (lambda x: x.map(lambda p: p if p is x[0] else (p,)), ValueError, r"differs .* on slot 0, .* on slot 1"),
         (lambda x: x.map(lambda p: p["x"] if p is x[0] else 1), ValueError, r"float64\[3, 2\] on slot 0, 1 on slot 1"),
+        (lambda x: x.map({"x": X}, max), TypeError, r"expected a function first, got dict. Write x.map\(update, grads"),
+        (lambda x: x.map(lambda p: int(p is x[0])), ValueError, r"differs between slots: 1 on slot 0, 0 on slot 1"),
         (lambda x: x.map(lambda p: X[: 1 + (p is x[0])]), ValueError, r"float64\[2, 2\] on slot 0, float64\[1, 2\] on"),
         (
             lambda x: x.map(lambda p: {"a": X.to("meta")}),
@@ -205,6 +208,16 @@ def test_an_optimizer_on_each_slot():
 def test_map_of_what_cannot_be_the_same_on_all_slots(call: Any, error: Any, message: str):
     with pytest.raises(error, match=f"^Replicated.map: .*{message}"):
         call(replicated())
+
+
+def test_map_writes_once_to_what_slots_share():
+    """An update in place would be made once a slot."""
+    with pytest.raises(RuntimeError, match=r"fn wrote in place to what slot 1 shares, .* without copy=False"):
+        fdp.replicate(X.clone(), SLOTS, copy=False).map(lambda x: x.mul_(2))
+    with pytest.raises(RuntimeError, match="what slot 1 shares"):
+        fdp.replicate(X, SLOTS).map(lambda x, g: g.add_(x), fdp.replicate(X.clone(), SLOTS, copy=False))
+    value = fdp.replicate(X, SLOTS, copy=False).map(lambda x: (x * 2, math.nan))
+    assert_same_tree(value[1][0], X * 2)
 
 
 def test_map_calls_in_order():

@@ -32,8 +32,8 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
     >>> optimizer.step()  # writes to the model, and so to params
 
     Gradients that were there are replaced, not added to, so `zero_grad` is not needed. They are detached, and share
-    their memory with `grads`, but for those that share it among themselves: `clip_grad_norm_` and `GradScaler` would
-    scale these more than once, and get copies. Hooks of parameters do not run.
+    their memory with `grads`, but for those that share it among themselves or with a parameter: `clip_grad_norm_` and
+    `GradScaler` would scale these more than once, and get copies. Hooks of parameters do not run.
 
     Args:
         module: What `functional` was given.
@@ -55,7 +55,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
     _check_names("grads", grads, params, list(trained), where, what)
     found = {name: grad for name in trained if (grad := grads[name]) is not None}
     _check_tensors("grads", found, params, where, ("dtype", "shape", "device"))
-    memory = Counter(map(_memory, found.values()))
+    memory = Counter(map(_memory, [*found.values(), *params.values()]))
     for name, p in params.items():
         grad = found.get(name)
         p.grad = None if grad is None else _own(grad.detach(), p, alone=memory[_memory(grad)] == 1)
@@ -96,9 +96,12 @@ def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor], /) -> None:
     changed = [name for name in expanded if not is_same(own[name], buffers[name].detach().to(own[name].device))]
     if changed:
         raise ValueError(f"{where}: {names(changed)} are expanded: register tensor.clone() in their place")
-    for name, old in own.items():
-        if name not in expanded:
-            write(old, buffers[name].detach())
+    memory = set(map(_memory, own.values()))
+    news = {name: buffers[name].detach() for name in own if name not in expanded}
+    for name, new in news.items():  # all before the first write: one may be what another was
+        news[name] = new.clone() if _memory(new) in memory else new
+    for name, new in news.items():
+        write(own[name], new)
 
 
 def _check_kinds(module: Any, tree: Any, where: str, what: str) -> None:
@@ -141,8 +144,8 @@ def _seen(tensor: Tensor) -> str:
     return f"{summary(tensor)} on {tensor.device}"
 
 
-def _memory(grad: Tensor) -> int:
-    return id(grad) if grad.layout is not torch.strided else grad.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int:
+    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()

@@ -118,6 +118,27 @@ def test_gradients_that_share_memory_are_clipped_once():
     assert_same_tree(grads["a"], torch.ones(3))
 
 
+def test_a_gradient_that_is_the_parameter_is_copied():
+    """A backward of the user's may return what it has saved; clipping would write to the parameter."""
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return w.square().sum() / 2
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Tensor:
+            return ctx.saved_tensors[0]
+
+    model = nn.ParameterDict({"w": torch.ones(4)})
+    params: Any = {name: p.detach() for name, p in model.items()}
+    half: Any = Half.apply
+    fdp.set_grads(model, fdp.grad(lambda p, x: half(p["w"]) * x.mean(), devices="cpu")(params, torch.ones(2)))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert_same_tree(params["w"], torch.ones(4))
+
+
 def test_sparse_gradients():
     model = nn.Embedding(4, 2, sparse=True)
     apply, (params, buffers) = fdp.functional(model)
@@ -216,3 +237,13 @@ def test_buffers_that_nobody_can_write_to():
     fdp.set_buffers(model, {"positions": torch.arange(3.0)[:, None].repeat(1, 2)})  # as it is
     with pytest.raises(ValueError, match=r"set_buffers: \['positions'\] are expanded: register tensor.clone\(\)"):
         fdp.set_buffers(model, {"positions": torch.ones(3, 2)})
+
+
+def test_buffers_that_take_each_others_place():
+    model = nn.Module()
+    for name in "abc":
+        model.register_buffer(name, torch.full((2,), float(ord(name))))
+    old = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = dict(model.named_buffers())
+    fdp.set_buffers(model, {"a": buffers["b"], "b": buffers["c"], "c": buffers["a"]})
+    assert_same_tree(dict(model.named_buffers()), {"a": old["b"], "b": old["c"], "c": old["a"]})

@@ -1,7 +1,7 @@
 """What the gradient functions will do, for `explain`."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fdp._placement.plan import Plan, PlannedLeaf
@@ -30,11 +30,11 @@ def of_gradients(settings: Differentiation, args: tuple[Tree, ...], kwargs: Mapp
     ) -> Iterator[PlannedLeaf]:
         value, aux, _ = joined
         losses = [result[0] for result in results] if settings.has_aux else results
-        for leaf in of_outputs(losses, value, settings.reduction, joins, "loss"):
-            yield leaf if settings.count is None else dataclasses.replace(leaf, how="mean by count")
+        yield from _by(settings.count is not None, of_outputs(losses, value, settings.reduction, joins, "loss"))
         if settings.has_aux:
             dims = "mean" if settings.aux_dims is AUTO else settings.aux_dims
-            yield from of_outputs([result[1] for result in results], aux, dims, joins, "aux")
+            leaves = of_outputs([result[1] for result in results], aux, dims, joins, "aux")
+            yield from _by(settings.aux_weight == "count", leaves)
         for i in settings.positions(len(args)):
             yield from of_gradient_leaves(flats[i], plan.partition, joins)
 
@@ -46,3 +46,9 @@ def of_gradients(settings: Differentiation, args: tuple[Tree, ...], kwargs: Mapp
     return Explained(
         settings.where, settings.fn, every, len(args), how, run, outputs, settings.microbatches, differentiates=True
     )
+
+
+def _by(count: bool, leaves: Iterable[PlannedLeaf]) -> Iterator[PlannedLeaf]:
+    """Leaves with what their means are weighted by."""
+    for leaf in leaves:
+        yield dataclasses.replace(leaf, how="mean by count") if count and leaf.how == "mean by rows" else leaf

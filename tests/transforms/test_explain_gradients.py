@@ -49,6 +49,20 @@ def test_what_comes_out(name: str):
     )
 
 
+def test_what_means_are_weighted_by():
+    step = fdp.grad(
+        with_aux,
+        has_aux=True,
+        devices=SLOTS,
+        aux_dims={"pred": 0, "norm": "mean"},
+        count=lambda p, x, y: y.sum(),
+        aux_weight="count",
+    )
+    found = {leaf.path: leaf.how for leaf in fdp.explain(step, PARAMS, (X, Y)).outputs or ()}
+    assert (found["loss"], found["aux['norm']"]) == ("mean by count", "mean by count")
+    assert found["aux['pred']"] == "concatenated along dim 0"
+
+
 def test_settings_are_those_of_the_function():
     options: Any = {"argnums": (1,), "in_dims": (None, 0, 0), "count": lambda p, x, y: y.sum(), "microbatches": 2}
     plan = fdp.explain(fdp.value_and_grad(fdp.thread_safe(loss), devices=SLOTS, **options), PARAMS, (X, Y))

@@ -22,7 +22,9 @@ from traitlets.config import Config
 
 notebook = nbformat.reads(sys.stdin.read(), as_version=4)
 sockets = Config(KernelManager={"transport": "ipc", "ip": "k"})
-NotebookClient(notebook, kernel_name="python3", timeout=120, startup_timeout=120, config=sockets).execute()
+# What a cell prints slowly comes in pieces, which are one output.
+options = {"kernel_name": "python3", "timeout": 120, "startup_timeout": 120, "coalesce_streams": True}
+NotebookClient(notebook, **options, config=sockets).execute()
 json.dump(notebook, sys.stdout)
 """
 

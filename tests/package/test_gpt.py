@@ -14,18 +14,19 @@ from tests.common.programs import run_program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = ["--steps", "4", "--every", "2", "--batch-size", "9", "--precision", "float64"]
 
-KILLED = f"""
+KILLED = """
 import os, signal, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
+sys.path.insert(0, {examples!r})
 import gpt
 
 def clip(*args, count=iter(range(9)), clip=gpt.nn.utils.clip_grad_norm_):
     if next(count) == 2:  # in the middle of step 3
+        gpt.fdp.distributed.Checkpoints({folder!r}).wait()  # the state of step 2 is written in the background
         os.kill(os.getpid(), signal.SIGKILL)
     return clip(*args)
 
 gpt.nn.utils.clip_grad_norm_ = clip
-sys.exit(gpt.main(sys_argv))
+sys.exit(gpt.main({options!r}))
 """
 
 
@@ -54,7 +55,8 @@ def test_killed_and_resumed_on_other_devices(example: Any, tmp_path: Path, capsy
         return [*SHORT, *paths, "--checkpoints", str(tmp_path / name), "--devices", str(devices)]
 
     assert example.main(options("whole", 1)) == 0
-    killed = run_program(KILLED.replace("sys_argv", repr(options("killed", 2))))
+    settings = {"examples": str(EXAMPLES), "folder": str(tmp_path / "killed"), "options": options("killed", 2)}
+    killed = run_program(KILLED.format(**settings))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "killed.txt").exists()
     capsys.readouterr()

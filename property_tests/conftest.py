@@ -2,7 +2,6 @@
 
 import os
 
-import torch
 from hypothesis import settings
 
 settings.register_profile("ci", max_examples=12, derandomize=True, deadline=None, print_blob=True)
@@ -10,4 +9,8 @@ settings.register_profile("few", settings.get_profile("ci"), max_examples=3)
 settings.register_profile("deep", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-torch.set_num_threads(1)  # the tensors are tiny: more threads inside an operation only get in each other's way
+
+def pytest_collection_finish() -> None:
+    import torch  # here: a process that only hands out tests to others does without
+
+    torch.set_num_threads(1)  # the tensors are tiny: more threads inside an operation only get in each other's way

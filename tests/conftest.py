@@ -1,27 +1,22 @@
-"""What holds for every test of this folder."""
+"""What holds for every test of this folder.
+
+Torch is imported where it is needed: a process that only hands out tests to others does without.
+"""
 
 import gc
 import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.common.depth import leave_most_to_deep
-from tests.common.threads import many_cores, side_by_side
-
-torch.set_num_threads(1)  # the tensors are tiny
-
-with warnings.catch_warnings():
-    # Forward-mode AD loads this at its first use, and torch warns there of its own `torch.jit.script`.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
-    import torch._decomp.decompositions_for_jvp
 
 
 @pytest.fixture
 def four_cores() -> Iterator[None]:
     """As many shards at once as on a larger machine."""
+    from tests.common.threads import many_cores
+
     with many_cores(4):
         yield
 
@@ -29,13 +24,18 @@ def four_cores() -> Iterator[None]:
 @pytest.fixture
 def switching() -> Iterator[None]:
     """Four lanes that take turns all the time."""
+    from tests.common.threads import side_by_side
+
     with side_by_side():
         yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those marked `deep` are left out
@@ -44,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the tensors are tiny
+    with warnings.catch_warnings():
+        # Forward-mode AD loads this at its first use, and torch warns there of its own `torch.jit.script`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
+        import torch._decomp.decompositions_for_jvp
     leave_alone_what_stays()
 
 

@@ -48,8 +48,24 @@ def _server() -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
     )
-    atexit.register(server.kill)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    with server:
+        server.kill()
+
+
+def run_script(path: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a file as a program, with as many threads for operations as tests have."""
+    lines = [
+        "import runpy, sys, torch",
+        "torch.set_num_threads(1)",
+        f"sys.argv, sys.path[:0] = {[str(path), *arguments]}, [{str(path.parent)!r}]",
+        f"runpy.run_path({str(path)!r}, run_name='__main__')",
+    ]
+    return run_program("\n".join(lines), timeout)
 
 
 def run_program(source: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

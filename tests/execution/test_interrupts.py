@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of a call: it arrives, nothing is left, and the next call is right."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 import fdp
+from tests.common.programs import run_script
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 DEVICES = fdp.virtual_devices(3)
@@ -17,8 +16,7 @@ DEVICES = fdp.virtual_devices(3)
 @pytest.mark.parametrize("count", [25, pytest.param(300, marks=pytest.mark.deep)])
 def test_interrupts_at_random_moments(count: int):
     """With collectives and without, under both executors, gradients, nested, and slot 0 in the main thread."""
-    command = [sys.executable, str(SOAK), "--calls", "0", "--interrupts", str(count)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    found = run_script(SOAK, "--calls", "0", "--interrupts", str(count), timeout=200)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.startswith(f"{count} interrupts in "), found.stdout
 

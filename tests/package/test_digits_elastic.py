@@ -5,8 +5,6 @@ import importlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.common.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "digits_elastic.py"
@@ -34,6 +34,29 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
+PROGRAM = f"""
+import os, runpy, sys
+from pathlib import Path
+
+os.setsid()
+Path({{group!r}}).write_text(str(os.getpid()))
+os.environ |= {{{{"PYTHONPATH": {str(ROOT)!r}, "TMPDIR": {{temporary!r}}}}}}
+sys.argv, sys.path[:0] = [{str(EXAMPLE)!r}, *{{options}}], [{str(EXAMPLE.parent)!r}]
+runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+"""
+
+
+@contextlib.contextmanager
+def ended_group(path: Path) -> Iterator[Path]:
+    """Where a program writes the number of its group of processes, which is ended at the latest afterwards."""
+    try:
+        yield path
+    finally:
+        if path.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(path.read_text()), signal.SIGKILL)
+
+
 def is_there(group: int) -> bool:
     """Whether a process of a group is left."""
     try:
@@ -47,22 +70,11 @@ def test_a_run_that_is_killed_and_goes_on_elsewhere_has_the_losses_of_one_device
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     options = ["--layouts", "1x2,2x1", "--steps", "20", "--output", str(tmp_path / "elastic.png")]
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLE), *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0, out
-        assert not is_there(process.pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    with ended_group(tmp_path / "group") as group:
+        done = run_program(PROGRAM.format(group=str(group), temporary=str(temporary), options=options), LIMIT)
+        out = done.stdout
+        assert done.returncode == 0, out + done.stderr
+        assert not is_there(int(group.read_text()))
     parts = re.findall(r"(2 devices|2 × 1): steps (\d+) to (\d+), then (.*)", out)
     (_, first, killed, how), (_, resumed, last, end) = parts
     assert (first, how) == ("1", "process 0 was killed")

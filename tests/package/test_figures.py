@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests.common.programs import run_script
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
@@ -63,14 +62,7 @@ def test_call():
 def test_moved():
     """A step moves as many bytes in each way; a forward moves no parameters if state stays on its devices."""
     # An accelerator that is installed stays for the life of a process.
-    done = subprocess.run(
-        [sys.executable, str(FIGURES / "moved.py"), "--json"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_script(FIGURES / "moved.py", "--json", timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for place, devices in enumerate([2, 4, 8]):

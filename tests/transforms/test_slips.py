@@ -1,7 +1,5 @@
 """Slips that everybody makes once: the message says what to write instead, and ends at the user's own line."""
 
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.common.programs import run_program
 
 SLOTS = fdp.virtual_devices(2)
 W, X, Y = torch.ones(3), torch.ones(6, 3), torch.ones(6)
@@ -156,7 +155,7 @@ fdp.dp_apply(lambda w, x: x @ w[:2], torch.ones(3), torch.ones(4, 3), fdp.virtua
 
 
 def test_an_uncaught_error_of_a_program_is_short():
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    ended = run_program(PROGRAM)
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) < 14
     assert "/fdp/_" not in ended.stderr

@@ -4,7 +4,6 @@ Torch is imported where it is needed: a process that only hands out tests to oth
 """
 
 import gc
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -46,12 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     import torch
 
+    from tests.common.settings import load_forward_mode
+
     torch.set_num_threads(1)  # the tensors are tiny
-    with warnings.catch_warnings():
-        # Forward-mode AD loads this at its first use, and torch warns there of its own `torch.jit.script`.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
-        import torch._decomp.decompositions_for_jvp
+    load_forward_mode()
     leave_alone_what_stays()
 
 

@@ -2,9 +2,19 @@
 
 import contextlib
 import gc
+import importlib
+import warnings
 from collections.abc import Iterator
 
 import torch
+
+
+def load_forward_mode() -> None:
+    """What forward-mode AD loads at its first use, where torch warns of its own `torch.jit.script`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.zoo.model import ROWS, LeftOut, Model, Ways, check_size, prepared
 
 TOKENS, LENGTH, VOCABULARY = 60, 8, 99
-MOST_PARAMETERS = 12_000_000
+MOST_PARAMETERS = 70_000_000
 HIDDEN, HEADS, LAYERS = 64, 4, 2
 
 DEPTHS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
@@ -35,8 +35,13 @@ FIELDS: list[tuple[tuple[str, ...], int]] = [
     (("hidden_size", "hidden_dim", "d_model", "n_embd", "embed_dim", "embedding_size", "emb_dim"), HIDDEN),
     (("projection_dim", "output_dim", "out_hidden_size", "text_embed_dim", "encoder_hid_dim"), HIDDEN),
     (("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"), 64),
+    (("rotary_dim",), HIDDEN // HEADS),
+    (("context_size",), 32),
+    (("num_kv_shared_layers",), 0),
     (("num_queries", "num_latents"), 8),
 ]
+# What some models must be told, and have no default for.
+MISSING = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2}
 # Lists with an entry for each stage, and what they are divided by.
 LISTS = {"hidden_sizes": 4, "embed_dims": 4, "encoder_hidden_sizes": 4, "depths": 100, "layer_depths": 100}
 # The heads of a model that return most, before its body.
@@ -136,7 +141,7 @@ def _changed(config: dict[str, Any], fields: list[tuple[tuple[str, ...], int]]) 
         if not isinstance(key, str) or key in ("out_features", "out_indices", "stage_names"):
             continue
         if isinstance(value, dict):
-            changed[key] = _rope(value) if key.startswith("rope") else _changed(value, fields)
+            changed[key] = _rope(value) if key.startswith("rope") else _changed(_of_few_layers(value), fields)
         elif key in LISTS and isinstance(value, list) and all(type(each) is int for each in value):
             changed[key] = [max(1, each // LISTS[key]) for each in value]
         elif isinstance(value, list) and len(value) in layers:  # something for each layer: of two kinds, one of each
@@ -145,6 +150,8 @@ def _changed(config: dict[str, Any], fields: list[tuple[tuple[str, ...], int]]) 
             changed[key] = next(small)  # an index of positions too, for some
         elif type(value) is int and key.endswith(("token_id", "token_index")):
             changed[key] = next(ids)
+        elif value is None and key in MISSING:
+            changed[key] = MISSING[key]
         elif type(value) is int and value > 0:
             changed[key] = next((size for ends, size in fields if key.endswith(ends)), value)
         else:
@@ -152,9 +159,15 @@ def _changed(config: dict[str, Any], fields: list[tuple[tuple[str, ...], int]]) 
     return changed
 
 
+def _of_few_layers(config: dict[Any, Any]) -> dict[Any, Any]:
+    """Without what is said of a layer, by its number, that is not there any more."""
+    return {key: value for key, value in config.items() if not str(key).isdecimal() or int(key) < LAYERS}
+
+
 def _rope(rope: dict[str, Any]) -> dict[str, Any]:
     """With sections for a head of this width, which some models have by default and others do not look at."""
-    return rope | {"mrope_section": [2, 3, 3]} if "rope_type" in rope else rope
+    sections = [1, 1, 2] if rope.get("partial_rotary_factor") == 0.5 else [2, 3, 3]
+    return rope | {"mrope_section": sections} if "rope_type" in rope else rope
 
 
 # ---------------------------------------------------------------- inputs

@@ -1,10 +1,12 @@
 """One model on one device, and on three slots in two ways."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fdp
 from benchmarks.zoo.model import SIZES, LeftOut, Model, Ways
@@ -23,7 +25,7 @@ class Verdict(NamedTuple):
 
 WORKS, CACHE = "works", "works, with use_cache=False"
 BUILD, ALONE = "cannot be built", "does not run by itself"
-MEETS, DRAWS = "rows meet", "draws random numbers"
+MEETS, DRAWS, KEEPS = "rows meet", "draws random numbers", "keeps results"
 RAISES, DIFFERS, SLOW = "fdp raises", "fdp differs", "stopped"
 FAULTS = (RAISES, DIFFERS)
 TRIED = (WORKS, CACHE, RAISES, DIFFERS)
@@ -68,6 +70,8 @@ def compared(model: Model, whole: Any) -> Verdict:
         return Verdict(ALONE, f"no gradients: {said(error)}")
     if why := meeting(model, whole):
         return Verdict(MEETS, why)
+    if why := kept_by(model, whole):
+        return Verdict(KEEPS, why)
     try:
         as_it_is = [runs_as_it_is(way, model, whole) for way in (with_data_parallel, in_functions)]
         return Verdict(WORKS if all(as_it_is) else CACHE)
@@ -108,6 +112,19 @@ def meeting(model: Model, whole: Any) -> str:
             return f"{path} of a row depends on the other rows"
     joined = {path: torch.cat([part[path] for part in parts]) for path, _ in tensors_of(whole)}
     return gradients_differ(gradients(model.module, whole), gradients(model.module, joined))
+
+
+def kept_by(model: Model, whole: Any) -> str:
+    """What torch's own `functional_call` changes on one device: an earlier call has left results in the module."""
+    own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.module.named_parameters()}
+    out = functional_call(model.module, own, (), model.batch)
+    where = "torch.func.functional_call differs too"
+    if why := differs_from(whole, out):
+        return f"{where}: {why}"
+    expected = gradients(model.module, whole)
+    trained = {name: own[name] for name in expected}
+    why = gradients_differ(expected, gradients_in(trained, out))
+    return f"{where}: {why}" if why else ""
 
 
 def runs_as_it_is(way: Callable[[Model, Any], None], model: Model, whole: Any) -> bool:
@@ -166,11 +183,14 @@ def scalar(out: Any) -> Tensor:
 
 
 def gradients(module: nn.Module, out: Any) -> dict[str, Tensor]:
-    """Of each parameter; zero where it has no part."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(scalar(out), list(named.values()), allow_unused=True, retain_graph=True)
-    pairs = zip(named.items(), found, strict=True)
-    return {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs}
+    """Of each parameter."""
+    return gradients_in({name: p for name, p in module.named_parameters() if p.requires_grad}, out)
+
+
+def gradients_in(named: Mapping[str, Tensor], out: Any) -> dict[str, Tensor]:
+    """With respect to these; zero where one has no part."""
+    grad = partial(torch.autograd.grad, allow_unused=True, materialize_grads=True, retain_graph=True)
+    return dict(zip(named, grad(scalar(out), list(named.values())), strict=True))
 
 
 def gradients_differ(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from benchmarks.zoo.check import ALONE, BUILD, CACHE, DIFFERS, DRAWS, MEETS, RAISES, SLOW, TRIED, WORKS, Verdict
+from benchmarks.zoo.check import ALONE, BUILD, CACHE, DIFFERS, DRAWS, KEEPS, MEETS, RAISES, SLOW, TRIED, WORKS, Verdict
 
 BEGIN, END = "<!-- made by `make zoo`: begin -->", "<!-- made by `make zoo`: end -->"
 SHOWN = 160  # characters of a reason
@@ -31,7 +31,7 @@ def page(text: str, found: Mapping[str, Tried]) -> str:
 
 def summary(found: Mapping[str, Tried]) -> list[str]:
     """A line for each library: n of m."""
-    head = ["library", "works", RAISES, DIFFERS, MEETS, DRAWS, ALONE, BUILD, SLOW]
+    head = ["library", "works", RAISES, DIFFERS, MEETS, DRAWS, KEEPS, ALONE, BUILD, SLOW]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for title, tried in found.items():
         count = Counter(verdict.kind for verdict in tried.verdicts.values())
@@ -43,7 +43,7 @@ def summary(found: Mapping[str, Tried]) -> list[str]:
 
 def _reasons(each: Mapping[str, Verdict]) -> list[str]:
     lines: list[str] = []
-    for kind in (WORKS, CACHE, RAISES, DIFFERS, MEETS, DRAWS, ALONE, BUILD, SLOW):
+    for kind in (WORKS, CACHE, RAISES, DIFFERS, MEETS, DRAWS, KEEPS, ALONE, BUILD, SLOW):
         by_reason: defaultdict[str, list[str]] = defaultdict(list)
         for name, verdict in each.items():
             if verdict.kind == kind:

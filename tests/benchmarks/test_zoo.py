@@ -91,6 +91,16 @@ class Differing(Plain):
         return out if self.linear.weight.requires_grad else out * 1.001
 
 
+class Keeping(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept.setdefault("bias", self.linear.bias.exp())
+        return self.linear(x) * self.kept["bias"]
+
+
 VERDICTS = {
     Plain: (check.WORKS, ""),
     Caching: (check.CACHE, ""),
@@ -101,6 +111,10 @@ VERDICTS = {
     NeedsCache: (check.ALONE, "with use_cache=False RuntimeError: not without"),
     Detached: (check.ALONE, "no gradients: its output has no gradient"),
     MeetingBackwards: (check.MEETS, "the gradients of 2 of 2, among them linear.weight"),
+    Keeping: (
+        check.KEEPS,
+        "torch.func.functional_call differs too: the gradients of 1 of 2, among them linear.bias",
+    ),
     Failing: (check.RAISES, "RuntimeError: not the module's own"),
     Differing: (check.DIFFERS, "dp_apply: out"),
 }
@@ -131,7 +145,7 @@ def test_the_page_counts_what_could_be_compared():
     verdicts = {kind.__name__: Verdict(*each) for kind, each in VERDICTS.items()}
     old = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
     page = report.page(old, {"library": report.Tried({"torch": "2"}, verdicts)})
-    assert "| library | **2 of 4** | 1 | 1 | 3 | 1 | 3 | 0 | 0 |" in page
+    assert "| library | **2 of 4** | 1 | 1 | 3 | 1 | 1 | 3 | 0 | 0 |" in page
     assert page.startswith("before\n")
     assert page.endswith("\nafter")
     assert "old" not in page

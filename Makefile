@@ -2,6 +2,7 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # Written last: without it the environment is half made and is made anew.
 READY := .venv/.ready
 PINS := .ci/constraints.txt
@@ -39,11 +40,12 @@ elastic: $(READY)  ## run examples/digits_elastic.py (ARGS="…" for its options
 gpt: $(READY)  ## run examples/gpt.py (ARGS="…" for its options)
 	$(BIN)/python examples/gpt.py $(ARGS)
 
-# By files on all cores. Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
+# One process more than cores, because tests of processes wait for each other; neighbours share what they prepare.
+# Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
 # In the second the slots of the property tests are on a virtual accelerator: see property_tests/places.py.
 test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS); first=$$?; \
-	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest --numprocesses auto tests/accelerator property_tests && exit $$first
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS); first=$$?; \
+	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/accelerator property_tests && exit $$first
 
 test-deep: $(READY)  ## property tests with many examples, and tests marked `deep`
 	$(BIN)/python -m pytest -m deep tests $(ARGS); marked=$$?; \

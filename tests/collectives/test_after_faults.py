@@ -230,6 +230,7 @@ def test_many_callers_start_no_more_threads_than_they_use(executor: Any):
     assert threading.active_count() <= before + 4 * SLOTS
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("inner_executor", EXECUTORS)
 @pytest.mark.parametrize("fault", ["none", "outer", "inner", "inner-other", "inner-shape", "early"])

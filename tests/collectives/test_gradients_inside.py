@@ -60,7 +60,7 @@ def inside_fdp(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
 INSIDE = (inside_func, inside_vjp, inside_jacrev, inside_autograd, inside_backward, inside_fdp)
 
 
-@few(6)
+@few(3)
 @each_executor
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("inside", INSIDE)

@@ -198,6 +198,7 @@ def of_blocks(w: Tensor, x: Tensor) -> Any:
     return y, d, [columns[o] * rows[0] for o in range(2)], [d[0] * y[0] + d[1] * y[1]] * 2
 
 
+@few(3)
 @each_executor
 @pytest.mark.parametrize("inner_executor", EXECUTORS)
 @pytest.mark.parametrize("slot", [0, 1])

@@ -89,7 +89,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[[Tensor], Any]]
 }
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @each_case
 def test_transforms_outside(case: Case, transform: Callable[..., Any]):

@@ -175,7 +175,7 @@ def by_grad_of_vmap(call: Call) -> Any:
 WAYS = (by_grad, by_backward, twice, by_func, by_func_twice, by_vmap_of_grad, by_grad_of_vmap)
 
 
-@few(7)
+@few(4)
 @each_executor
 @pytest.mark.parametrize("way", WAYS)
 @each_function

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import EXECUTORS, X, everywhere
+from tests.common.depth import few
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
@@ -148,6 +149,7 @@ WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 }
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_messages(wrong: Any, executor: Any):

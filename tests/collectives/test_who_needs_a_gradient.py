@@ -31,6 +31,7 @@ from tests.common.numbers import numbers
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("slot", [0, 2])
 @pytest.mark.parametrize("name", ["psum", "pmean-rows", "all_gather", "psum_scatter", "all_to_all", "ppermute-ring"])
@@ -50,6 +51,7 @@ def test_only_one_slot_gives_what_needs_a_gradient(name: str, slot: int, executo
     assert_close_tree(filled([w.grad]), filled([v.grad]))
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("slot", range(3))
 @pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "ppermute-ring")])
@@ -77,7 +79,7 @@ def test_only_one_slot_uses_the_result(case: Case, slot: int, executor: Any):
         product(outs, cotangents(outs)).backward()
 
 
-@few(2)
+@few()
 @each_executor
 @pytest.mark.parametrize("slot", range(3))
 @each_case
@@ -90,7 +92,7 @@ def test_backward_from_one_entry(case: Case, slot: int, executor: Any):
     assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
 
 
-@few(2)
+@few()
 @each_executor
 @pytest.mark.parametrize("is_leaf", [True, False])
 @each_case
@@ -143,6 +145,7 @@ def test_a_tensor_made_of_the_same_graph(executor: Any):
     assert_close_tree(w.grad, v.grad)
 
 
+@few()
 @each_executor
 @each_case
 def test_graph_kept_and_freed(case: Case, executor: Any):
@@ -160,6 +163,7 @@ def test_graph_kept_and_freed(case: Case, executor: Any):
         torch.autograd.grad(outs[1].sum(), w)
 
 
+@few()
 @each_executor
 @each_case
 def test_without_gradients(case: Case, executor: Any):

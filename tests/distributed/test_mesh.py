@@ -93,6 +93,7 @@ def applied(seat: Seat, how: str) -> Any:
     return {"whole": (text, reduced, rest[:5]), "rows": rows, "lists": {"names": rest[5]}}
 
 
+@depth.few()
 @pytest.mark.parametrize("how", ["dp_apply", "shard_map"])
 @with_nothing
 def test_outputs_under_every_dim(two: Pool, layout: Layout, how: str):
@@ -269,6 +270,7 @@ def gradients(seat: Seat, kind: str, transform: str, on: str) -> Any:
     return {"whole": (rest, grads), "rows": rows}
 
 
+@depth.few(3)
 @pytest.mark.parametrize("kind", GRADIENTS)
 @everywhere
 def test_gradients(two: Pool, layout: Layout, kind: str):
@@ -278,6 +280,7 @@ def test_gradients(two: Pool, layout: Layout, kind: str):
     same_at_all_scales(two, layout, gradients, kind, "value_and_grad", "plain", one_device=one_device)
 
 
+@depth.few(6)
 @pytest.mark.parametrize("on", ["plain", "replicated"])
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value", "value_and_grad"])
 @pytest.mark.parametrize("kind", ["mean", "aux", "inputs"])
@@ -309,6 +312,7 @@ def outside(seat: Seat, how: str) -> Any:
     return found
 
 
+@depth.few(2)
 @pytest.mark.parametrize("how", ["rows", "mean", "max", "collectives"])
 @everywhere
 def test_differentiated_outside(two: Pool, layout: Layout, how: str):

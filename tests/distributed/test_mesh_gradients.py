@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.common.depth import few
 from tests.distributed.pool import Pool
 from tests.distributed.scales import Layout, Seat, same_at_all_scales
 
@@ -114,6 +115,7 @@ def twice(seat: Seat, how: str, out_dims: Any) -> Any:
     return {"whole": torch.autograd.grad(first.sin().sum(), w)}
 
 
+@few(2)
 @pytest.mark.parametrize("out_dims", ["sum", "mean", "max", None])
 @pytest.mark.parametrize("how", ["autograd", "torch.func"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout((1, 2), (0, 4))])

@@ -82,7 +82,7 @@ def test_every_collective(two: Pool, name: str):
         same_at_all_scales(two, layout, collective, name, torch.float64)
 
 
-@few(2)
+@few()
 @pytest.mark.parametrize("dtype", OTHERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_dtype(two: Pool, name: str, dtype: torch.dtype):
@@ -109,6 +109,7 @@ def differentiated(seat: Seat, name: str, where: str) -> Any:
     return {"lists": {"grads": grads}}
 
 
+@few()
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name not in NO_ORDER])
 def test_collectives_are_differentiated(two: Pool, name: str, where: str):

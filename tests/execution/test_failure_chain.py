@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fdp
+from tests.common.depth import few
 from tests.common.threads import wake_workers
 
 DEVICES = fdp.virtual_devices(3)
@@ -94,6 +95,7 @@ CASES = [
 each_case = pytest.mark.parametrize(("name", "where"), CASES, ids=map(", ".join, CASES))
 
 
+@few()
 @each_executor
 @each_case
 def test_a_failure_comes_alone(name: str, where: str, executor: Any):
@@ -122,6 +124,7 @@ def test_what_fails_as_a_call_begins_anew_is_no_failure(name: str, executor: Any
     assert torch.equal(fdp.dp_apply(fn, w, x, DEVICES, executor=executor), 12 * x)
 
 
+@few()
 @each_executor
 @each_case
 def test_a_failure_keeps_nothing(name: str, where: str, executor: Any):

@@ -14,6 +14,7 @@ from torch.func import grad, hessian, jacfwd, jvp
 from torch.nn.utils import parametrizations
 
 import fdp
+from tests.common.depth import few
 from tests.common.programs import run_program
 from tests.execution.side_by_side import X, threads
 
@@ -75,6 +76,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+@few()
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fdp._execution.scheduler import Abandoned, Participant, Scheduler, Waiter
+from tests.common.depth import few
 
 
 class Gate:
@@ -163,6 +164,7 @@ def run(world: World, order: Sequence[int]) -> list[int]:
     return counts
 
 
+@few(2)
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["equal", "one owns", "one goes alone", "one resolves early", "one is a child"])
 def test_in_every_order_the_two_rules_hold(limit: int, kind: str):

@@ -17,6 +17,7 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.threads import has_all_cores, many_cores, wake_workers
 
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -344,6 +345,7 @@ def test_exceptions_that_resist_notes_arrive(executor: Any):
     ]
 
 
+@few(3)
 @each_call
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("slot", range(4))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fdp
 from fdp import DataParallel, data_parallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 from tests.common.threads import many_cores
 from tests.nn.modules_of_data_parallel import Apply, mlp, value_and_grads
@@ -169,6 +170,7 @@ def test_one_device_moves_the_module_several_do_not():
 # ---------------------------------------------------------------- as on one device
 
 
+@few(4)
 @each_executor
 @pytest.mark.parametrize("slots", COUNTS)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 8, 9, 36])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import side_by_side
 from tests.nn.modules_of_data_parallel import mlp, run
@@ -68,6 +69,7 @@ def exchange(weight: Tensor, bias: Tensor) -> None:
     array[0, 0], array[1, 2] = array[1, 2].copy(), array[0, 0].copy()
 
 
+@few()
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_copies_are_never_stale(change: Any, mode: Any):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 from tests.nn.modules_of_data_parallel import assert_like_one_device, loss_of, mlp
@@ -156,6 +157,7 @@ BACK: dict[str, Callable[[Note], nn.Module]] = {way: with_way_back(way) for way 
 BACK |= {"attribute-of-the-class": registered, "containers": Listed, "weak-reference": Parent}
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("make", BACK.values(), ids=BACK)
 def test_every_way_back_to_the_model_leads_to_the_replica(make: Any, executor: Any):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp import DataParallel
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.settings import without_collector
 from tests.common.threads import many_cores, wake_workers
@@ -34,6 +35,7 @@ def with_hook(module: nn.Module) -> nn.Module:
     return module
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
 @pytest.mark.parametrize("grad", [True, False])

@@ -195,7 +195,7 @@ def fails(mod, args):
     raise ArithmeticError("in forward")
 
 
-@few(2)
+@few()
 @each_module
 @pytest.mark.parametrize("through", ["apply", "functional_call"])
 @pytest.mark.parametrize("failing", [False, True])

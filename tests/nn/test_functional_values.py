@@ -77,7 +77,7 @@ def test_apply_is_the_module(make, args):
     assert_untouched(module, before)
 
 
-@few(2)
+@few()
 @each_module
 @pytest.mark.parametrize("part", ["params", "buffers", "all", "pair", "one"])
 def test_functional_call_is_that_of_torch(make, args, part):
@@ -135,7 +135,7 @@ def transformed(transform: str, call: Callable[..., Any], params: dict[str, Tens
         return type(error)
 
 
-@few(2)
+@few()
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @each_module
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "vmap of grad"])
@@ -256,7 +256,7 @@ def test_output_that_is_computed_later():
 COMPILED = ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
 
 
-@pytest.mark.parametrize("name", deep(COMPILED, ["batch norm", "plain attributes"]))
+@pytest.mark.parametrize("name", deep(COMPILED, ["batch norm", "plain attributes", "transformer"]))
 def test_fullgraph(name):
     make, args = BY_NAME[name]
     module, inputs = seeded(make), args()

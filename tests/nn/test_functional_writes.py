@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fdp import functional, functional_call
+from tests.common.depth import few
 from tests.nn.odd_modules import (
     Plain,
     Writing,
@@ -77,6 +78,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("failing", [False, True])
 @pytest.mark.parametrize("hooked", [False, True])

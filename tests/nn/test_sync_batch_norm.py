@@ -85,7 +85,7 @@ def batch(rows: int, *shape: int) -> Tensor:
 # ---- the law
 
 
-@few(2)
+@few()
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", CLASSES)

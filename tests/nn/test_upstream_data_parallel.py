@@ -24,6 +24,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from fdp import DataParallel, data_parallel
 from fdp.nn import gather, parallel_apply, replicate, scatter
 from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import HAS_LOCK
 from tests.nn.modules_of_data_parallel import grads_of
@@ -531,6 +532,7 @@ def test_data_parallel_module(devices: Any, dtype: torch.dtype):
     assert_close_tree(DataParallel(layer, devices)(x), layer(x), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
+@few(3)
 @pytest.mark.parametrize("unused", [None, [], {}, ()], ids=["alone", "list", "dict", "tuple"])
 @each_dtype
 @some_devices

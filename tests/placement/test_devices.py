@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fdp
+from tests.common.depth import few
 from tests.common.functions import never
 from tests.common.numbers import numbers
 
@@ -104,6 +105,7 @@ WRONG = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_wrong_devices(where: str, name: str):

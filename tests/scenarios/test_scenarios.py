@@ -12,6 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
+from tests.common.depth import few
 from tests.common.numbers import COUNTS, numbers
 
 BATCHES = (36, 13, 9, 3, 1, 0)
@@ -66,6 +67,7 @@ def valid_tokens(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 TOKEN_PARAMS = {"embed": numbers(11, 4), "head": numbers(4, 11)}
 
 
+@few(4)
 @pytest.mark.parametrize("rows", FULL)
 @pytest.mark.parametrize("slots", COUNTS)
 @pytest.mark.parametrize("microbatches", [1, 2])

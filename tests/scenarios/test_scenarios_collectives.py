@@ -57,6 +57,7 @@ def unequal_gpus() -> SimpleNamespace:
 # ---- standardised
 
 
+@few(3)
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [13, 8, 2])
@@ -131,6 +132,7 @@ def contrastive_on_one_device(params: Any, a: Tensor, b: Tensor) -> Tensor:
     return (F.cross_entropy(logits, partner) + F.cross_entropy(logits.T, partner)) / 2
 
 
+@few(3)
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [15, 9, 2])
@@ -228,6 +230,7 @@ def stack_of(members: int) -> tuple[list[nn.Module], dict[str, Tensor]]:
     return models, {name: p.detach() for name, p in params.items()}
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count
@@ -253,6 +256,7 @@ def test_each_member_of_an_ensemble_learns_as_if_alone(ensembles: Any, slots: in
     torch.testing.assert_close(fdp.gather(losses, 0), torch.stack(want_losses))
 
 
+@few(2)
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count

@@ -170,30 +170,36 @@ def from_threads(call: Callable[[int], Any], want: list[Any], times: int) -> lis
     return wrong
 
 
-def test_calls_of_one_model_from_eight_threads():
-    """8 × 500, each thread with parameters of its own."""
+each_times = pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.deep)])
+
+
+@each_times
+def test_calls_of_one_model_from_eight_threads(times: int):
+    """Each thread with parameters of its own."""
     apply, (params, buffers) = fdp.functional(conv_net())
     own = [{name: value + i for name, value in params.items()} for i in range(8)]
     x = X[:, None]
     want = [apply((p, buffers), x) for p in own]
     assert len({float(out.sum()) for out, _ in want}) == 8
     with side_by_side(8):
-        assert from_threads(lambda i: apply((own[i], buffers), x), want, 150) == []
+        assert from_threads(lambda i: apply((own[i], buffers), x), want, 50 * times) == []
 
 
-def test_functional_calls_of_one_module_from_eight_threads():
+@each_times
+def test_functional_calls_of_one_module_from_eight_threads(times: int):
     module = conv_net().eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     own = [{name: value + i for name, value in module.named_parameters()} for i in range(8)]
     x = X[:, None]
     want = [fdp.functional_call(module, p, x) for p in own]
     with side_by_side(8):
-        assert from_threads(lambda i: fdp.functional_call(module, own[i], x), want, 150) == []
+        assert from_threads(lambda i: fdp.functional_call(module, own[i], x), want, 50 * times) == []
     assert_close_tree(dict(module.state_dict()), before)
 
 
+@each_times
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
-def test_mapped_calls_of_one_model_from_eight_threads(executor: Any):
+def test_mapped_calls_of_one_model_from_eight_threads(executor: Any, times: int):
     apply, (params, buffers) = fdp.functional(conv_net().eval())
     own = [{name: value + i for name, value in params.items()} for i in range(8)]
     x, devices = X[:5, None], fdp.virtual_devices(2)
@@ -209,8 +215,8 @@ def test_mapped_calls_of_one_model_from_eight_threads(executor: Any):
         return fdp.dp_apply(loss, own[i], x, devices, out_dims="mean", executor=executor)
 
     with side_by_side(8):
-        assert from_threads(lambda i: both(own[i], x), want, 20) == []
-        assert from_threads(mapped, values, 30) == []
+        assert from_threads(lambda i: both(own[i], x), want, 8 * times) == []
+        assert from_threads(mapped, values, 10 * times) == []
 
 
 # ---- failures

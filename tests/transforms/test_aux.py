@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fdp
 from tests.common.comparing import assert_close_tree
 from tests.common.containers import Point
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 W, X, Y = numbers(4), numbers(8, 4), numbers(8)
@@ -109,6 +110,7 @@ def normalised(features: int) -> tuple[Any, Any]:
     return fdp.functional(nn.Sequential(nn.BatchNorm1d(features, dtype=torch.float64), nn.Flatten(0)))
 
 
+@few(2)
 @in_pieces
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("inference", [False, True])

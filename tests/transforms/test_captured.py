@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fdp
 from tests.common.comparing import assert_close_tree
+from tests.common.depth import few
 from tests.common.numbers import numbers
 
 TWO = fdp.virtual_devices(2)
@@ -50,6 +51,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("needs", [True, False])

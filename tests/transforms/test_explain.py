@@ -55,7 +55,7 @@ def test_what_becomes_of_each_argument(devices: Any):
     ]
 
 
-@few(2)
+@few()
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 16])
 @pytest.mark.parametrize("tree", TREES)
 def test_rows_and_bytes_are_those_of_scatter(tree: str, rows: int):
@@ -143,6 +143,7 @@ OUT: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@few(2)
 @anywhere
 @pytest.mark.parametrize("case", OUT)
 @pytest.mark.parametrize("rows", [1, 7])

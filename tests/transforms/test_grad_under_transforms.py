@@ -77,7 +77,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Any]] = {
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", MAPPED)
 def test_transforms_outside(name: str, transform: str):

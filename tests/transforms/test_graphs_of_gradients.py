@@ -47,10 +47,11 @@ def test_backward_of_gradients(orders: int, microbatches: int, executor: Any):
         assert_close_tree(differentiate(fdp.value_and_grad(loss, **options)), want)
 
 
+@few()
 @each_executor
-def test_gradgradcheck_of_mapped_transforms(executor: Any):
+@pytest.mark.parametrize("name", ["grad", "jvp", "jacrev", "per-sample"])
+def test_gradgradcheck_of_mapped_transforms(name: str, executor: Any):
     inputs = (W.clone().requires_grad_(), X[:3].clone().requires_grad_())
-    for name in ("grad", "jvp", "jacrev", "per-sample"):
-        apply = fdp.shard_map(INSIDE[name], devices=SLOTS, in_dims=(None, 0), executor=executor)
-        assert torch.autograd.gradcheck(apply, inputs)
-        assert torch.autograd.gradgradcheck(apply, inputs)
+    apply = fdp.shard_map(INSIDE[name], devices=SLOTS, in_dims=(None, 0), executor=executor)
+    assert torch.autograd.gradcheck(apply, inputs)
+    assert torch.autograd.gradgradcheck(apply, inputs)

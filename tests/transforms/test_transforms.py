@@ -112,7 +112,7 @@ OFTEN = [(outside, *inner) for outside in ("grad", "vmap", "vjp") for inner in I
 IN_ORDER = ("jvp", "jacfwd", "hessian")  # forward mode: even threads run one shard after the other
 
 
-@few(len(INSIDE))
+@few(3)
 @pytest.mark.parametrize("call", MAPPED)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("outside", OUTSIDE)
@@ -131,6 +131,7 @@ def test_inside_and_outside_often(outside: str, inside: str, call: str, times: i
     test_inside_and_outside(outside, inside, call, times)
 
 
+@few()
 @pytest.mark.parametrize("call", MAPPED)
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_threads_run_under_all_but_forward_mode(outside: str, call: str):
@@ -270,7 +271,12 @@ def test_functionalize(call: str, remove: str, executor: Any):
 
 
 @pytest.mark.parametrize(
-    ("call", "executor"), [("dp_apply", "sequential"), ("dp_apply", "threads"), ("value_and_grad", "threads")]
+    ("call", "executor"),
+    [
+        ("dp_apply", "sequential"),
+        ("dp_apply", "threads"),
+        pytest.param("value_and_grad", "threads", marks=pytest.mark.deep),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")  # of any constant, on one device too
 def test_linearize(call: str, executor: Any):
@@ -307,6 +313,7 @@ def test_autograd_functional(call: str, name: str, executor: Any):
     assert_close_tree(got, want)
 
 
+@few()
 @each_executor
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_autograd_functional_inside(name: str, executor: Any):

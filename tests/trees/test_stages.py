@@ -123,7 +123,7 @@ def test_a_stage_ends_with_an_exception():
     assert neg.cpu_parent is None
 
 
-@pytest.mark.parametrize("is_profiled", [False, True])
+@pytest.mark.parametrize("is_profiled", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_compiled_code_has_no_stages_and_no_graph_breaks(is_profiled: bool):
     def step(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         sharded = fdp.gather(fdp.scatter(x, SLOTS))

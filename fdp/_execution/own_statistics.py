@@ -1,8 +1,6 @@
 """Batch norms that take the statistics of a slot's own rows, which are not those of one device: said once a module."""
 
 import contextvars
-import sys
-import warnings
 import weakref
 
 from torch import nn
@@ -10,7 +8,7 @@ from torch import nn
 from fdp._placement.slot import AXES
 from fdp._trees import torch_private
 from fdp._trees.listing import names
-from fdp._trees.tracebacks import FOLDER
+from fdp._trees.tracebacks import warn
 from fdp._trees.untraced import leave_alone
 
 
@@ -56,18 +54,12 @@ def say_own(module: nn.Module) -> None:
     own = weakref.ref(module, lambda _: _SAID.pop(key, None))
     if _SAID.setdefault(key, own) is own:
         try:
-            _warn(f"{_text(module, count)}. {_WAYS_OUT}")
+            warn(
+                f"{_text(module, count)}. {_WAYS_OUT}", BatchNormWarning, once_a_line=False
+            )  # it may be another module
         except BatchNormWarning:  # it is an error here, in every call
             _SAID.pop(key, None)
             raise
-
-
-def _warn(text: str) -> None:
-    """Warn at the user's line, and without Python's note of what a line has said: this may be another module."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOLDER):
-        frame = frame.f_back
-    warnings.warn_explicit(text, BatchNormWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 _WAYS_OUT = (

@@ -16,6 +16,7 @@ from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
 from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
+from fdp._placement.sharded import leaf_tensors
 from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
@@ -24,7 +25,8 @@ from fdp._transforms.counts import Counts, weights_of
 from fdp._transforms.row_seed import with_rows
 from fdp._transforms.shard_grad import Out, Problem, ShardResult, is_tracking
 from fdp._transforms.shards import ShardGradients
-from fdp._trees.tracebacks import api_boundary, inside_boundary
+from fdp._trees.tracebacks import api_boundary, inside_boundary, warn
+from fdp._trees.tree import Flat
 from fdp._trees.types import (
     AUTO,
     Auto,
@@ -159,8 +161,12 @@ class Differentiation:
         shards, check = call.place()
         check_differentiable(*own, self.where)
 
+        is_unused = [True] * len(outs)
+
         def take(i: int, result: ShardResult) -> None:
             outs[i] = result.out
+            found = [grad is None for grads in result.grads for grad in grads]
+            is_unused[i] &= found != [] and all(found)
             aliases.extend(result.aliases)
             gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 
@@ -175,6 +181,8 @@ class Differentiation:
             check.given, take, watch
         )
         check.check(self.where)
+        if self.create_graph is None and aliases and all(is_unused) and any(out.loss.requires_grad for out in outs):
+            _say_unused([flat for i, flat in enumerate(call.flats) if i not in positions], self.where)
         loss, aux = self._joined(outs, call, weights)
         return call.peers.reduce(loss, aux, gradients, aliases, target or call.device, self.where), gradients
 
@@ -209,6 +217,17 @@ class Differentiation:
         return positions
 
 
+def _say_unused(others: Sequence[Flat], where: str) -> None:
+    """Say that a loss leads to nothing that it is differentiated in, unless it leads to other arguments."""
+    if not any(tensor.requires_grad for flat in others for leaf in flat.leaves for tensor in leaf_tensors(leaf)):
+        warn(_UNUSED.format(where))
+
+
+_UNUSED = (
+    "{}: all gradients are 0. The loss depends on no tensor that it is differentiated in, and on some that require "
+    "gradients and are no arguments. With apply, (params, buffers) = fdp.functional(module), a loss of (params, x) "
+    "calls apply((params, buffers), x), and not module(x)"
+)
 _SETTINGS = "_fdp_settings"
 
 

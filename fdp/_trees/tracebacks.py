@@ -6,7 +6,9 @@ import contextlib
 import functools
 import os
 import re
+import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,8 +18,15 @@ from fdp._trees.untraced import leave_alone
 
 P = ParamSpec("P")
 T = TypeVar("T")
-OF_JAX = {"in_axes": "What JAX calls in_axes is in_dims here", "out_axes": "What JAX calls out_axes is out_dims here"}
-FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OF_JAX = {
+    "in_axes": "in_dims",
+    "out_axes": "out_dims",
+    "in_specs": "in_dims",
+    "out_specs": "out_dims",
+    "mesh": "devices",
+}
+OF_JAX = {jax: f"What JAX calls {jax} is {own} here" for jax, own in _OF_JAX.items()}
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """That of fdp's own files."""
 
 
@@ -65,10 +74,19 @@ def hide_frames(error: BaseException) -> None:
         todo += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
+def warn(text: str, category: type[Warning] = UserWarning, *, once_a_line: bool = True) -> None:
+    """Warn at the line of the user's that has led here; Python shows what one line says once, unless told otherwise."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    said = frame.f_globals.setdefault("__warningregistry__", {}) if once_a_line else None
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, registry=said)
+
+
 def _without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
     kept: list[types.TracebackType] = []
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(FOLDER):
+        if not traceback.tb_frame.f_code.co_filename.startswith(_FOLDER):
             kept.append(traceback)
         traceback = traceback.tb_next
     found = None

@@ -63,6 +63,8 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "in_axes": (lambda: ANY.value_and_grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
     "in_axes of grad": (lambda: ANY.grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
+    "mesh": (lambda: ANY.shard_map(loss, mesh=SLOTS), r"What JAX calls mesh is devices here"),
+    "in_specs": (lambda: ANY.shard_map(loss, in_specs=0), r"What JAX calls in_specs is in_dims here"),
     "devices second": (lambda: ANY.value_and_grad(loss, SLOTS), r"Devices are given by name: devices=..."),
     "rows that are a list": (
         lambda: fdp.dp_apply(lambda _, xs: xs, None, [torch.ones(n) for n in range(9)], SLOTS),
@@ -159,3 +161,31 @@ def test_an_uncaught_error_of_a_program_is_short():
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) < 14
     assert "/fdp/_" not in ended.stderr
+
+
+# ---- a loss of the module itself
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_a_loss_that_calls_the_module_itself(executor: Any):
+    """Its gradients are 0, as torch.func's: a loop would train nothing."""
+    model = torch.nn.Linear(3, 1)
+    apply, (params, buffers) = fdp.functional(model)
+
+    def step(call: Callable[..., Tensor], **options: Any) -> Any:
+        return fdp.value_and_grad(lambda p, x: call(p, x).square().mean(), devices=SLOTS, executor=executor, **options)
+
+    module_itself = step(lambda _, x: model(x))
+    with pytest.warns(UserWarning, match=r"all gradients are 0. .* calls apply\(\(params, buffers\), x\)") as found:
+        _, grads = module_itself(params, X)
+    assert [each.filename for each in found] == [__file__]
+    assert not any(map(torch.any, grads.values()))
+    frozen = model.weight.detach()
+    for fine in (lambda p, x: apply((p, buffers), x)[0], lambda _, x: x @ frozen.mT):
+        step(fine)(params, X)  # warnings are errors
+    step(lambda p, x: model(x) if x.sum() > 0 else model(x) + apply((p, buffers), x)[0])(
+        params, torch.cat([X, -X])
+    )  # one shard uses them
+    step(lambda _, x: model(x), create_graph=True)(params, X)
+    step(lambda _, x: model(x))({}, X)  # there are none
+    step(lambda _, x: x)(params, X.clone().requires_grad_())

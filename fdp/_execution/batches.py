@@ -199,9 +199,12 @@ def _draw_permutation(n: int, seed: int) -> Tensor:
 def _whole(where: str, name: str, value: Any, least: int | None, expected: str) -> int:
     """An argument as a whole number, which is at least `least`."""
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
-    if is_bool or not isinstance(value, SupportsIndex):
+    try:
+        number = None if is_bool or not isinstance(value, SupportsIndex) else operator.index(value)
+    except TypeError:  # a tensor of several elements
+        number = None
+    if number is None:
         raise TypeError(f"{where}: {name} must be {expected}, got {type(value).__name__} {quoted(value)}")
-    number = operator.index(value)
     if least is not None and number < least:
         raise ValueError(f"{where}: {name} must be at least {least}, got {number}")
     return number

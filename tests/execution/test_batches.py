@@ -149,7 +149,7 @@ def test_numbers_of_any_kind():
         (slice(2), TypeError, "Batches: step must be .* got slice"),
         ((0, 1), TypeError, "Batches: step must be .* got tuple"),
         (torch.tensor(True), TypeError, "Batches: step must be .* got Tensor"),
-        (torch.arange(2), TypeError, "only integer tensors of a single element"),
+        (torch.arange(2), TypeError, "Batches: step must be .* got Tensor"),
     ],
 )
 def test_steps_that_are_none(step: Any, error: type[Exception], message: str):
@@ -168,6 +168,7 @@ ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
         r"Batches: n must be the number of rows; of a dataset pass len\(dataset\), got float 5.0",
     ),
     (([1, 2], 2), {}, TypeError, r"Batches: n must be .* pass len\(dataset\), got list"),
+    ((torch.ones(5), 2), {}, TypeError, r"Batches: n must be .* pass len\(dataset\), got Tensor"),
     ((5, None), {}, TypeError, "Batches: batch_size must be a number of rows, got NoneType None"),
     ((5, 2), {"seed": None}, TypeError, "Batches: seed must be a whole number, got NoneType None"),
     ((5, 2), {"seed": 0.5}, TypeError, "Batches: seed must be a whole number, got float 0.5"),

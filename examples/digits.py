@@ -176,15 +176,19 @@ def whole(low: int, high: int, why: str = "") -> Callable[[str], int]:
 
 
 def picture(text: str) -> Path:
+    if Path(text).suffix != ".png":
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    return writable(text)
+
+
+def writable(text: str) -> Path:
     """Check that the file can be written: better now than after the training."""
     path = Path(text)
-    if path.suffix != ".png":
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
     try:
         new = not path.exists()
         path.open("ab").close()
         if new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may have looked, too
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from None
     return path

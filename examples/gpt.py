@@ -19,7 +19,7 @@ from typing import Any
 try:
     import torch
     import torch.nn.functional as F
-    from digits import Tensors, picture, whole
+    from digits import Tensors, picture, whole, writable
     from matplotlib.figure import Figure
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from torch import Tensor, nn
@@ -98,10 +98,13 @@ def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> dict[str, 
     scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
     parts: list[Any] = [model, average, optimizer, scheduler, scaler]
     seen: dict[str, Any] = {"losses": [], "evaluations": [], "best": 0.0, "late": 0}
+    decisive = {name: getattr(options, name) for name in ("steps", "batch_size", "lr", "precision", "seed")}
     checkpoints = fdp.distributed.Checkpoints(options.checkpoints, mesh=mesh) if options.checkpoints else None
     first = 0
     if checkpoints and (found := checkpoints.restore()):
-        first, (seen, *states) = found
+        first, (given, seen, *states) = found
+        if given != decisive:
+            sys.exit(f"gpt.py: the checkpoint in {options.checkpoints} is of a run with other options: {given}")
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)
         say(mesh, f"going on from step {first}")
@@ -140,7 +143,7 @@ def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> dict[str, 
                 seen["late"] = 0 if score["right"] > seen["best"] else seen["late"] + 1
                 seen["best"] = max(seen["best"], score["right"])
                 if checkpoints:
-                    checkpoints.save(step, [seen, *(dict(part.state_dict()) for part in parts)], wait=False)
+                    checkpoints.save(step, [decisive, seen, *(dict(part.state_dict()) for part in parts)], wait=False)
             bar.update(task, completed=step, loss=seen["losses"][-1], right=seen["best"])
     if checkpoints:
         checkpoints.wait()
@@ -208,6 +211,13 @@ def draw(seen: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+def rate(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpt.py",
@@ -225,13 +235,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--steps", type=whole(2, 10**6), default=800, metavar="N", help="at most")
     add("--batch-size", type=whole(1, 9000), default=128, metavar="N", help="sums a step, of all processes together")
-    add("--lr", type=float, default=5e-3, metavar="RATE", help="the highest learning rate")
+    add("--lr", type=rate, default=5e-3, metavar="RATE", help="the highest learning rate")
     add("--precision", choices=PRECISIONS, default="float32", help="bfloat16 and float16: under autocast")
     add("--every", type=whole(1, 10**6), default=50, metavar="N", help="steps from one evaluation and checkpoint on")
     add("--patience", type=whole(0, 10**6), default=5, metavar="N", help="evaluations without a better one")
     add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="start, order and dropout")
     add("--checkpoints", type=Path, metavar="DIR", help="where checkpoints are written, and looked for at the start")
-    add("--losses", type=Path, metavar="PATH", help="a file for the losses of all steps, one a line")
+    add("--losses", type=writable, metavar="PATH", help="a file for the losses of all steps, one a line")
     add("--output", type=picture, default="gpt.png", metavar="PATH", help="where the picture goes")
     return parser.parse_args(argv)
 

@@ -69,12 +69,21 @@ def test_killed_and_resumed_on_other_devices(example: Any, tmp_path: Path, capsy
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert expected[-1] < expected[0]
     assert (tmp_path / "killed.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"of a run with other options: \{'steps': 4, "):
+        example.main([*options("killed", 1), "--seed", "3"])
 
 
 def test_under_autocast_with_a_scaler(example: Any, tmp_path: Path):
     options = [*SHORT[:-1], "float16", "--output", str(tmp_path / "gpt.png"), "--losses", str(tmp_path / "losses")]
     assert example.main(options) == 0
     assert losses(tmp_path / "losses")[-1] < losses(tmp_path / "losses")[0]
+
+
+@pytest.mark.parametrize("option", ["--lr=-1", "--lr=nan", "--losses=/nowhere/losses", "--output=/nowhere/gpt.png"])
+def test_what_cannot_be_is_said_before_the_training(example: Any, option: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        example.main([option])
+    assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err
 
 
 def test_the_text_is_sums(example: Any):

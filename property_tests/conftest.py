@@ -4,7 +4,7 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("ci", max_examples=12, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("ci", max_examples=8, derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("few", settings.get_profile("ci"), max_examples=3)
 settings.register_profile("deep", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

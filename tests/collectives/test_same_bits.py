@@ -53,14 +53,15 @@ def record(rounds: int) -> None:
     fdp.dp_apply(fn, None, torch.arange(6), SIX, executor="threads")
 
 
+@pytest.mark.parametrize("times", [5, pytest.param(15, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
 @pytest.mark.parametrize("how", [by_backward, twice, through_gradients])
-def test_gradients_from_outside_are_the_same_bits(how: Any, executor: Any):
+def test_gradients_from_outside_are_the_same_bits(how: Any, executor: Any, times: int):
     params = {"w": numbers(8, 8).float().requires_grad_(), "b": numbers(8).float().requires_grad_()}
     x = (numbers(60, 8) + 0.1).float().requires_grad_()
     with many_cores(6):
         first = how(params, x, executor)
-        for i in range(15):
+        for i in range(times):
             record(i)
             assert all(torch.equal(a, b) for a, b in zip(how(params, x, executor), first, strict=True)), i
 

@@ -211,7 +211,7 @@ def normalised(seat: Seat) -> Any:
     return {"rows": rows, "whole": whole}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=says)
+@in_few
 def test_batch_norm_over_all_processes(two: Pool, layout: Layout):
     same_at_all_scales(two, layout, normalised, one_device=True)
 
@@ -237,7 +237,7 @@ def trained(seat: Seat, steps: int) -> Any:
     return {"whole": (values, p, buffers)}
 
 
-@in_few
+@pytest.mark.parametrize("layout", [FEW[0], *(pytest.param(x, marks=pytest.mark.deep) for x in FEW[1:])], ids=says)
 def test_every_process_has_the_same_bits_after_twenty_steps(two: Pool, layout: Layout):
     same_at_all_scales(two, layout, trained, 20)  # which compares "whole" bit by bit between processes
 

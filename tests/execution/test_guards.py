@@ -157,11 +157,12 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("times", [10, pytest.param(40, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("fn", FORWARD.values(), ids=FORWARD)
-def test_forward_mode_in_shards(fn: Callable[..., torch.Tensor]):
+def test_forward_mode_in_shards(fn: Callable[..., torch.Tensor], times: int):
     w = torch.tensor([0.3, -0.5, 0.7], dtype=torch.float64)
     want = torch.cat([fn(w, part) for part in X.split(2)])
-    for _ in range(40):
+    for _ in range(times):
         torch.testing.assert_close(threads(fn, w, X), want)
     assert forward_ad._current_level == -1
     assert eager_transforms.JVP_NESTING == 0

@@ -256,7 +256,8 @@ def test_nested_calls(outer: Any, inner: Any, cores: int):
     assert has_all_cores()
 
 
-def test_calls_from_many_threads_at_once():
+@pytest.mark.parametrize("times", [20, pytest.param(60, marks=pytest.mark.deep)])
+def test_calls_from_many_threads_at_once(times: int):
     apply, (params, _) = fdp.functional(torch.nn.Linear(3, 2, dtype=torch.float64))
     x, wrong = torch.randn(7, 3, dtype=torch.float64), []
 
@@ -268,7 +269,7 @@ def test_calls_from_many_threads_at_once():
     def caller(i: int) -> None:
         own = {name: tensor + i for name, tensor in params.items()}
         want = torch.func.grad_and_value(loss)(own, x)[::-1]
-        for _ in range(60):
+        for _ in range(times):
             got = both(own, x)
             try:
                 assert_close_tree(got, want)

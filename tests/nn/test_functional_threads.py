@@ -84,8 +84,9 @@ def counted():
     return Counted(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GRU(3, 3))
 
 
-@pytest.mark.parametrize(("make", "calls"), [(counted, 100), (with_closure, 100), (Recursive, 10)])
-def test_threads(make, calls):
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("make", "calls"), [(counted, 35), (with_closure, 35), (Recursive, 4)])
+def test_threads(make, calls, times):
     module, (x,) = seeded(make), X()
     apply, _ = functional(module)
     states = [other_tensors(module) for _ in range(4)]
@@ -98,7 +99,7 @@ def test_threads(make, calls):
         again = out, {name: merged[name] for name in buffers}
         return (apply(states[i], x), again), (expected[i], expected[i])
 
-    assert wrong_calls(call, calls) == []
+    assert wrong_calls(call, calls * times) == []
 
 
 @pytest.mark.parametrize("through", ["apply", "functional_call"])

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 import fdp
 from tests.common.comparing import assert_same_tree, unharmed
 from tests.common.containers import children_of
+from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 
@@ -43,6 +44,7 @@ def modules() -> dict[str, tuple[nn.Module, Tensor, Any]]:
     }
 
 
+@few()
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 @pytest.mark.parametrize("name", modules())
 def test_a_module_is_as_before(name: str, executor: Any):

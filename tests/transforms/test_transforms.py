@@ -332,7 +332,7 @@ def test_autograd_functional_inside(name: str, executor: Any):
 # ---- what a function captures
 
 
-@few(2)
+@few()
 @each_executor
 @pytest.mark.parametrize("outside", [name for name in OUTSIDE if name != "none"])
 @pytest.mark.parametrize("call", MAPPED)

@@ -18,8 +18,9 @@ from tests.common.settings import fresh_compiler
 
 pytestmark = cpu_only
 # Compiling takes its time: few examples, and those that fail are not made smaller. The first is the simplest.
-few = settings(max_examples=1 + settings().max_examples // 40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-several = splits(at_least=1, most_slots=3).filter(lambda split: split.slots > 1)
+count = 1 + settings().max_examples // 40
+few = settings(max_examples=count, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+several = splits(at_least=1, most_slots=2 if count == 1 else 3).filter(lambda split: split.slots > 1)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_backward(case: Case, n: int, executor: str):
     assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
 
 
-@few(2)
+@few()
 @each_executor
 @some_counts
 @each_case
@@ -60,7 +60,7 @@ def test_adjoint(case: Case, n: int, executor: Any):
     torch.testing.assert_close(product(pushed, back), product(grads, along))
 
 
-@few(2)
+@few()
 @each_executor
 @pytest.mark.parametrize("n", [1, 3])
 @each_case

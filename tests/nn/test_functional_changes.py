@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fdp import functional, functional_call
+from tests.common.depth import few
 from tests.nn.odd_modules import X, called, close, other_tensors, seeded, used
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -127,6 +128,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@few()
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("how", CHANGES)
 def test_changes_are_seen(how, made_before):

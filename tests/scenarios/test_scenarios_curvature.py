@@ -206,7 +206,7 @@ def assert_right(outside: str, mapped: Callable[..., Any], plain: Callable[..., 
         assert_close_tree(OUTSIDE[outside](mapped), want, rtol=1e-9)
 
 
-@few(2)
+@few()
 @each_executor
 @each_count
 @pytest.mark.parametrize("outside", OUTSIDE)

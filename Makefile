@@ -42,9 +42,11 @@ gpt: $(READY)  ## run examples/gpt.py (ARGS="…" for its options)
 
 # One process more than cores, because tests of processes wait for each other; neighbours share what they prepare.
 # Twice, because an accelerator that is installed stays for the life of a process; the second runs also if the first fails.
+# With bytecode, also where that is switched off: each process would compile all tests anew.
 # In the second the slots of the property tests are on a virtual accelerator: see property_tests/places.py.
 test: $(READY)  ## tests, property tests with few examples, doctests and the code of the docs
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS); first=$$?; \
+	export PYTHONDONTWRITEBYTECODE=; \
+	  $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS); first=$$?; \
 	  ACCELERATOR=virtual HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/accelerator property_tests && exit $$first
 
 test-deep: $(READY)  ## property tests with many examples, and tests marked `deep`

@@ -256,7 +256,7 @@ def test_output_that_is_computed_later():
 COMPILED = ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
 
 
-@pytest.mark.parametrize("name", deep(COMPILED, ["batch norm", "plain attributes", "transformer"]))
+@pytest.mark.parametrize("name", deep(COMPILED, ["batch norm", "plain attributes", "transformer", "hooks"]))
 def test_fullgraph(name):
     make, args = BY_NAME[name]
     module, inputs = seeded(make), args()

@@ -172,9 +172,9 @@ def test_every_slot_needs_a_shard():
 @each_executor
 @pytest.mark.parametrize("rate", [0.0, RATE])
 def test_replicas_stay_bitwise_equal(executor: Any, rate: float):
-    batches = [batch_of(11, i % 7) if i % 5 else batch_of(3) for i in range(30)]
+    batches = [batch_of(11, i % 7) if i % 5 else batch_of(3) for i in range(15)]
     states, _, _ = train(batches, seed=0, executor=executor, rate=rate)
-    assert states[0]["opt"].step.item() == 30
+    assert states[0]["opt"].step.item() == 15
     for replica in states.shards[1:]:
         assert_same_tree(replica, states[0])
     pointers = [t.data_ptr() for replica in states.shards for t in tensors_of(replica["params"])]

@@ -138,13 +138,14 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-# "dp_apply" and "value_and_grad" by themselves are compiled by tests below, the others stand beside one with more.
+# "value_and_grad" by itself is compiled by tests below, and with aux in docs/how_to/compile.md; the others stand beside
+# one with more.
 RARE = [
-    *("dp_apply", "shard_map", "value_and_grad", "value_and_grad-microbatches"),
+    *("dp_apply", "shard_map", "value_and_grad", "value_and_grad-aux", "value_and_grad-microbatches"),
     *(f"dp_apply-{rare}" for rare in ("several", "function-dims", "attribute", "dataclass", "namedtuple", "weights")),
     *(f"dp_apply-{rare}" for rare in ("kwargs", "registered", "items", "nested", "output", "zero-rows")),
     *(f"value_and_grad-{rare}" for rare in ("weights", "prefix", "dataclass", "argnums", "tree", "sum", "count")),
-    *("grad_and_value", "grad-kwargs", "shard_map-kwargs", "scatter-gather", "replicate"),
+    *("grad_and_value", "grad-kwargs", "shard_map-kwargs", "scatter-gather", "replicate", "sharded"),
 ]
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import fdp
 from tests.common.comparing import assert_close_tree
-from tests.common.depth import deep
 from tests.common.numbers import numbers
 from tests.common.settings import fresh_compiler
 
@@ -111,14 +110,15 @@ class Training:
             assert_close_tree([other, got], [one, want], rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", deep(MODELS, ["CNN", "transformer", "LSTM", "residual"]))
+@pytest.mark.deep  # docs/how_to/compile.md shows it, and the next one, with a step of its own
+@pytest.mark.parametrize("name", MODELS)
 def test_one_graph_for_all_batches_of_a_size(name: str):
     training = Training(name)
     training.check([8, 8, 8])
     assert training.graphs == 1
 
 
-@pytest.mark.deep  # docs/how_to/compile.md shows it with a step of its own
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "dynamic"), [("MLP", False), ("CNN", None), ("CNN", True)])
 def test_a_shorter_last_batch_is_one_more_graph(name: str, dynamic: Any):
     """Dropout under torch.func has no sizes that are symbols, so `dynamic` has to be False there."""

@@ -54,9 +54,7 @@ def say_own(module: nn.Module) -> None:
     own = weakref.ref(module, lambda _: _SAID.pop(key, None))
     if _SAID.setdefault(key, own) is own:
         try:
-            warn(
-                f"{_text(module, count)}. {_WAYS_OUT}", BatchNormWarning, once_a_line=False
-            )  # it may be another module
+            warn(f"{_text(module, count)}. {_WAYS_OUT}", BatchNormWarning, once_a_line=False)
         except BatchNormWarning:  # it is an error here, in every call
             _SAID.pop(key, None)
             raise

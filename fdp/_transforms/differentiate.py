@@ -165,8 +165,7 @@ class Differentiation:
 
         def take(i: int, result: ShardResult) -> None:
             outs[i] = result.out
-            found = [grad is None for grads in result.grads for grad in grads]
-            is_unused[i] &= found != [] and all(found)
+            is_unused[i] = is_unused[i] and all(grad is None for grads in result.grads for grad in grads)
             aliases.extend(result.aliases)
             gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 

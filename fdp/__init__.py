@@ -25,9 +25,9 @@ from fdp._placement.plan import Plan as Plan
 from fdp._placement.plan import PlannedLeaf as PlannedLeaf
 from fdp._placement.replicate import replicate as replicate
 from fdp._placement.replicate import unreplicate as unreplicate
+from fdp._placement.replicated import Replicated as Replicated
 from fdp._placement.scatter import gather as gather
 from fdp._placement.scatter import scatter as scatter
-from fdp._placement.sharded import Replicated as Replicated
 from fdp._placement.sharded import Sharded as Sharded
 from fdp._placement.slot import fold_in as fold_in
 from fdp._placement.transfers import Collective as Collective

@@ -9,7 +9,8 @@ import torch
 from fdp._placement.moves import Memo, accumulator, copy, copy_once, split, to_device
 from fdp._placement.partition import Partition
 from fdp._placement.plan import PlannedArgument
-from fdp._placement.sharded import Replicated, Slots
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import Slots
 from fdp._placement.split_dims import flatten_args, rows_of
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import AUTO, Tree

@@ -5,7 +5,8 @@ import torch
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy
 from fdp._placement.peers import ALONE, Peers, peers_of
-from fdp._placement.sharded import Replicated, Slots
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import Slots
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Devices, Tree

@@ -9,7 +9,8 @@ from fdp._placement.check_dims import check_in_dim
 from fdp._placement.devices import as_devices
 from fdp._placement.partition import Partition, balanced, check_weights, make_partition, proportional
 from fdp._placement.peers import Peers, peers_of
-from fdp._placement.sharded import Replicated, Sharded, Slots
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
 from fdp._trees.tree import Flat, array_inside, flatten

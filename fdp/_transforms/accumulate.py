@@ -12,7 +12,8 @@ from fdp._placement.moves import LARGE, accumulate, accumulator, concat, copy, i
 from fdp._placement.partition import Partition
 from fdp._placement.plan import PlannedArgument
 from fdp._placement.replicate import replicate_on
-from fdp._placement.sharded import Replicated, Sharded, Slots
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import flatten_args
 from fdp._trees import torch_private
 from fdp._trees.listing import listed

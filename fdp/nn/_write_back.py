@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fdp._placement.moves import is_expanded
-from fdp._placement.sharded import Replicated, summary
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import summary
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, names
 from fdp.nn._buffers import is_same, write

@@ -8,6 +8,7 @@ import torch
 
 from fdp._placement.moves import layers
 from fdp._placement.sharded import Slots, kind_of, summary
+from fdp._trees import torch_private
 from fdp._trees.registry import register_leaf
 from fdp._trees.tree import flatten_any, tensors_in
 from fdp._trees.types import Auto, Dims, Tree
@@ -110,7 +111,7 @@ def _alike(leaf: Any) -> Any:
 
 def _versions(trees: Tree) -> list[int]:
     """How often each tensor has been written to; inference tensors do not count it."""
-    return [layer._version for x in tensors_in(trees) for layer in layers(x) if not layer.is_inference()]
+    return [torch_private.version(layer) for x in tensors_in(trees) for layer in layers(x) if not layer.is_inference()]
 
 
 register_leaf(Replicated)

@@ -17,6 +17,7 @@ from fdp._placement.moves import promoted
 from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.sharded import leaf_tensors
+from fdp._placement.slot import AXES
 from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_means import check_means
@@ -218,6 +219,8 @@ class Differentiation:
 
 def _say_unused(others: Sequence[Flat], where: str) -> None:
     """Say that a loss leads to nothing that it is differentiated in, unless it leads to other arguments."""
+    if torch.compiler.is_compiling() or AXES.get():  # inside another call gradients may be those of other slots
+        return
     if not any(tensor.requires_grad for flat in others for leaf in flat.leaves for tensor in leaf_tensors(leaf)):
         warn(_UNUSED.format(where))
 

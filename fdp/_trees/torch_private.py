@@ -182,9 +182,14 @@ _base = _use("torch.Tensor._base", _IN_PLACE)
 base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """The same number for all tensors with the memory of this one."""
+    return tensor.untyped_storage()._cdata
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors have the memory of this one."""
-    return _storage_uses(tensor.untyped_storage()._cdata)
+    return _storage_uses(storage(tensor))
 
 
 flatten_dense_tensors = _use(

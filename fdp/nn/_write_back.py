@@ -146,7 +146,7 @@ def _seen(tensor: Tensor) -> str:
 
 
 def _memory(tensor: Tensor) -> int:
-    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+    return id(tensor) if tensor.layout is not torch.strided else torch_private.storage(tensor)
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ print(torch.equal(compiled(x), compiled(x)), torch.random.manual_seed(3) is torc
     assert result.stdout == "True True\nTrue True\n", result.stderr
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.deep)])
 def test_a_shard_that_compiles_runs_alone(backend: str):
     torch._dynamo.reset()
     running, beside, counting = [0], {}, threading.Lock()

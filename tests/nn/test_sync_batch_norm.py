@@ -298,6 +298,7 @@ def test_half_precision(dtype, mixed):
     assert grad.isfinite().all()
 
 
+@pytest.mark.deep
 def test_compiled():
     """The graph breaks at the batch norm, which runs as it is."""
     module = network()

@@ -59,6 +59,7 @@ def test_call():
     assert joined == [37, 10]
 
 
+@pytest.mark.deep
 def test_moved():
     """A step moves as many bytes in each way; a forward moves no parameters if state stays on its devices."""
     # An accelerator that is installed stays for the life of a process.

@@ -156,7 +156,7 @@ def test_compiled_equals_eager(name: str):
     assert_close_tree(compiled(call)(W, X, Y), want, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", deep(["dp_apply", "value_and_grad"], ["dp_apply"]))
+@pytest.mark.parametrize("name", deep(["dp_apply", "value_and_grad"], ["value_and_grad"]))
 def test_new_tensors_run_the_same_graph(name: str):
     graphs: list[torch.fx.GraphModule] = []
 
@@ -171,6 +171,7 @@ def test_new_tensors_run_the_same_graph(name: str):
     assert len(graphs) == 1
 
 
+@pytest.mark.deep
 def test_sizes_that_are_symbols():
     """Of parameters too: sums of their gradients ask for no bytes."""
     step = torch.compile(CALLS["value_and_grad"], fullgraph=True, backend="eager", dynamic=True)
@@ -193,12 +194,14 @@ def test_backward_through_a_compiled_call():
     assert_close_tree(got, want)
 
 
+@pytest.mark.deep
 def test_transforms_around_and_inside_a_compiled_call():
     want = torch.func.grad(loss)(W, X, Y)
     assert_close_tree(torch.func.grad(compiled(CALLS["dp_apply-several"]))(W, X, Y), want)
     assert_close_tree(compiled(torch.func.grad(CALLS["dp_apply-several"]))(W, X, Y), want)
 
 
+@pytest.mark.deep
 def test_without_grad():
     step = value_and_grad(loss, devices="cpu")
     with torch.no_grad():

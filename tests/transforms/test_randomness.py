@@ -336,6 +336,7 @@ def test_a_checkpoint_whose_backward_comes_later():
         fdp.dp_apply(function, W.clone().requires_grad_(), X, fdp.virtual_devices(2), **ROWS)
 
 
+@pytest.mark.deep
 def test_compiling_around_the_call():
     with pytest.raises(RuntimeError, match=r"randomness='rows' cannot be used inside torch\.compile"):
         torch.compile(lambda w, x: fdp.dp_apply(drop, w, x, fdp.virtual_devices(2), **ROWS), backend="eager")(W, X)

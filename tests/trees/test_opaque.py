@@ -220,6 +220,7 @@ def test_numpy_array_deep_in_an_object_is_not_split_either():
     assert fdp.scatter({"x": numbers(3), "o": obj}, SLOTS)[1]["o"] is obj
 
 
+@pytest.mark.deep
 def test_an_object_inside_a_compiled_call():
     plain, holding = Held(Held(3.0)), Held(Held(torch.tensor(3.0)))
 

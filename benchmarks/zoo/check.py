@@ -47,11 +47,16 @@ def verdict(ways: Ways) -> Verdict:
         try:
             whole = alone(model)
         except Exception as error:
-            problems.append(Verdict(ALONE, said(error)))
+            problems.append(out_of_memory(error) or Verdict(ALONE, said(error)))
             continue
         return compared(model, whole)
-    further = [problem for problem in problems if problem.kind == ALONE]
+    further = [problem for problem in problems if problem.kind != BUILD]
     return (further or problems or [Verdict(BUILD, "no way to build it is known")])[0]
+
+
+def out_of_memory(error: Exception) -> Verdict | None:
+    """The verdict if that is what has happened."""
+    return Verdict(SLOW, "out of memory") if "can't allocate memory" in str(error) else None
 
 
 def said(error: BaseException) -> str:
@@ -80,7 +85,7 @@ def compared(model: Model, whole: Any) -> Verdict:
     except Differs as error:
         return Verdict(DIFFERS, said(error))
     except Exception as error:
-        return Verdict(RAISES, said(error))
+        return out_of_memory(error) or Verdict(RAISES, said(error))
 
 
 def alone(model: Model, seed: int = 0) -> Any:

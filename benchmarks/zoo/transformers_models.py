@@ -41,7 +41,12 @@ FIELDS: list[tuple[tuple[str, ...], int]] = [
     (("num_queries", "num_latents"), 8),
 ]
 # What some models must be told, and have no default for.
-MISSING = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "head_dim": HIDDEN // HEADS, "num_key_value_heads": HEADS}
+MISSING = {
+    "vocab_size": VOCABULARY,
+    "num_experts_per_tok": 2,
+    "head_dim": HIDDEN // HEADS,
+    "num_key_value_heads": HEADS,
+}
 # Lists with an entry for each stage, and what they are divided by.
 LISTS = {"hidden_sizes": 4, "embed_dims": 4, "encoder_hidden_sizes": 4, "depths": 100, "layer_depths": 100}
 # The heads of a model that return most, before its body.

@@ -42,6 +42,11 @@ class Broken(Plain):
         raise RuntimeError("no such input")
 
 
+class Huge(Plain):
+    def forward(self, x: Tensor) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
 class DynamicCache:
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
@@ -108,6 +113,7 @@ VERDICTS = {
     Transposed: (check.MEETS, "out of shape [2, 5] has no row for each sample"),
     Noisy: (check.DRAWS, "two calls by itself differ in eval mode"),
     Broken: (check.ALONE, "RuntimeError: no such input"),
+    Huge: (check.SLOW, "out of memory"),
     NeedsCache: (check.ALONE, "with use_cache=False RuntimeError: not without"),
     Detached: (check.ALONE, "no gradients: its output has no gradient"),
     MeetingBackwards: (check.MEETS, "the gradients of 2 of 2, among them linear.weight"),
@@ -145,7 +151,7 @@ def test_the_page_counts_what_could_be_compared():
     verdicts = {kind.__name__: Verdict(*each) for kind, each in VERDICTS.items()}
     old = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
     page = report.page(old, {"library": report.Tried({"torch": "2"}, verdicts)})
-    assert "| library | **2 of 4** | 1 | 1 | 3 | 1 | 1 | 3 | 0 | 0 |" in page
+    assert "| library | **2 of 4** | 1 | 1 | 3 | 1 | 1 | 3 | 0 | 1 |" in page
     assert page.startswith("before\n")
     assert page.endswith("\nafter")
     assert "old" not in page

@@ -122,7 +122,7 @@ class _Lanes:
         self._has_effects = has_effects  # none can
         self._slots, self._process = slots, os.getpid()
         self.state = ThreadState.of_caller([slot.device for slot in slots])
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for workers only: from 3.14 on an interrupt may leave a `with` that has begun
         self._helping = 0  # how many workers
         self._own: int | None = None  # which one the caller runs, or has run
         self._ended: SimpleQueue[None] = SimpleQueue()
@@ -194,8 +194,7 @@ class _Lanes:
         if is_forked(self._process):
             return
         try:
-            with self._lock:
-                self.todo.clear()
+            self.todo.clear()
             if self._own is not None:
                 self.running.end(self._own)  # an interrupt may have come before it did
             while self._helping:
@@ -246,8 +245,7 @@ class _Lanes:
             if isinstance(error, Restart):
                 error.__traceback__ = None  # in this thread: see `run` in fdp._collectives.run
             if not isinstance(error, Exception):
-                with self._lock:
-                    self.todo.clear()
+                self.todo.clear()
         self._done[job.number] = True
 
     def _hand_on(self, take: Callable[[int, Any], None]) -> None:

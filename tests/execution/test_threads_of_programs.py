@@ -72,10 +72,12 @@ def test_interrupts_at_any_moment():
             meeting.wait(30)  # which three at once can do, if no call has left a core reserved
             return w * x
         fdp.dp_apply(meet, w, x, fdp.virtual_devices(3), executor="threads")
-        print(wrong, interrupted > 50, done > 50, threading.active_count())
+        # Without the GIL one may end while another begins.
+        most = 3 if getattr(sys, "_is_gil_enabled", lambda: True)() else 6
+        print(wrong, interrupted > 50, done > 50, threading.active_count() <= most)
         """
     )
-    assert result.stdout.split("\n")[0] == "0 True True 3", result.stderr
+    assert result.stdout.split("\n")[0] == "0 True True True", result.stderr
 
 
 def test_in_a_forked_child():

@@ -159,7 +159,7 @@ fdp.dp_apply(lambda w, x: x @ w[:2], torch.ones(3), torch.ones(4, 3), fdp.virtua
 def test_an_uncaught_error_of_a_program_is_short():
     ended = run_program(PROGRAM)
     assert ended.returncode == 1
-    assert len(ended.stderr.splitlines()) < 14
+    assert len(ended.stderr.splitlines()) < 16  # from 3.14 on two are of `run_program`
     assert "/fdp/_" not in ended.stderr
 
 

@@ -258,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 draw(seen, options.output)
                 if options.losses:
                     options.losses.write_text("".join(f"{loss!r}\n" for loss in seen["losses"]))
-                say(mesh, "It writes: " + ", ".join(complete(seen["model"], p) for p in ("12+34=", "47+38=", "99+99=")))
+                written = ", ".join(complete(seen["model"], prompt) for prompt in ("12+34=", "47+38=", "99+99="))
+                say(mesh, f"It writes, last digit first: {written}")
                 say(mesh, f"Loss curves: {options.output}")
     except KeyboardInterrupt:
         print("gpt.py: stopped", file=sys.stderr)

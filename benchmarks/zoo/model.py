@@ -1,5 +1,6 @@
 """What a library hands over: a module with a batch, built in one of several ways."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +37,8 @@ def prepared(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_size(module: nn.Module, most: int) -> None:
-    """A model that is too large is left out."""
-    if (count := sum(p.numel() for p in module.parameters())) > most:
-        raise LeftOut(f"{count // 10**6} million parameters")
+def check_size(build: Callable[[], nn.Module], most: int) -> None:
+    """A model that is too large is left out; its size is not known where it cannot be built without data."""
+    with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
+        if (count := sum(p.numel() for p in build().parameters())) > most:
+            raise LeftOut(f"{count // 10**6} million parameters")

@@ -1,6 +1,5 @@
 """transformers: every architecture that has a config, shrunk field by field, with inputs made from its signature."""
 
-import contextlib
 import importlib
 import inspect
 import itertools
@@ -104,8 +103,7 @@ def _raising(error: Exception) -> Callable[[], Model]:
 
 
 def _built(cls: Any, config: Any) -> nn.Module:
-    with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
-        check_size(cls(config), MOST_PARAMETERS)
+    check_size(lambda: cls(config), MOST_PARAMETERS)
     torch.manual_seed(0)
     return cls(config)
 

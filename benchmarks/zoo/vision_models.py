@@ -1,9 +1,9 @@
 """timm and torchvision: the smallest model of each family, on small images."""
 
-import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ def timm_ways(family: str) -> Ways:
 
     def way(name: str, size: int, **options: Any) -> Callable[[], Model]:
         def made() -> Model:
-            with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
-                check_size(timm.create_model(name, num_classes=10, **options), MOST_PARAMETERS)
-            module = timm.create_model(name, num_classes=10, **options)
+            build = partial(timm.create_model, name, num_classes=10, **options)
+            check_size(build, MOST_PARAMETERS)
+            module = build()
             key = next(iter(inspect.signature(module.forward).parameters))
             return Model(prepared(module), {key: image(3, size, size)})
 
@@ -99,9 +99,9 @@ def torchvision_ways(family: str) -> Ways:
     def way(name: str, batch: dict[str, Tensor]) -> Callable[[], Model]:
         def made() -> Model:
             options = {"weights_backbone": None} if family.startswith("segmentation") else {}
-            with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
-                check_size(models.get_model(name, weights=None, **options), MOST_PARAMETERS)
-            module = prepared(models.get_model(name, weights=None, **options))
+            build = partial(models.get_model, name, weights=None, **options)
+            check_size(build, MOST_PARAMETERS)
+            module = prepared(build())
             key = next(iter(inspect.signature(module.forward).parameters))
             return Model(module, batch if len(batch) > 1 else {key: next(iter(batch.values()))})
 

@@ -1,4 +1,4 @@
-"""`Sharded`: a tree per slot."""
+"""A tree per slot: `Slots`, which `Sharded` and `Replicated` have in common, and `Sharded`."""
 
 import dataclasses
 from collections import Counter

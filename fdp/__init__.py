@@ -15,8 +15,8 @@ from fdp._collectives.api import pmin as pmin
 from fdp._collectives.api import ppermute as ppermute
 from fdp._collectives.api import psum as psum
 from fdp._collectives.api import psum_scatter as psum_scatter
+from fdp._collectives.checkpoint import checkpoint_context as checkpoint_context
 from fdp._execution.batches import Batches as Batches
-from fdp._execution.function_traits import thread_safe as thread_safe
 from fdp._execution.prefetch import prefetch as prefetch
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fdp._collectives.dispatch import on_tree
+from fdp._collectives.axes import AxisName, axis_of, names_of
+from fdp._collectives.dispatch import on_tree, reduced
 from fdp._collectives.mean import mean
-from fdp._collectives.meeting import axis_of
 from fdp._collectives.operations import Exchange, Extreme, Gather, Permute, Scatter, Sum, from_end
+from fdp._placement.slot import AXES
 from fdp._trees.types import Tree
 
 
@@ -65,7 +66,7 @@ def axis_rows(axis_name: str = "data") -> int:
     return len(rows)
 
 
-def psum(tree: Tree, axis_name: str = "data") -> Tree:
+def psum(tree: Tree, axis_name: AxisName = "data") -> Tree:
     """The sum over all slots, on every slot.
 
     Its transpose is `psum` again: differentiate the loss of a slot, then sum. To differentiate a summed loss on every
@@ -88,10 +89,10 @@ def psum(tree: Tree, axis_name: str = "data") -> Tree:
         ValueError: Structures, shapes or dtypes differ.
         RuntimeError: Some slot calls another collective, or ends without calling one.
     """
-    return on_tree("psum", tree, axis_name, lambda tensors: Sum())
+    return reduced("psum", tree, axis_name, Sum)
 
 
-def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:
+def pmean(tree: Tree, axis_name: AxisName = "data", *, weight: Any = None) -> Tree:
     """The mean over all slots, on every slot.
 
     >>> import fdp, torch
@@ -115,12 +116,13 @@ def pmean(tree: Tree, axis_name: str = "data", *, weight: Any = None) -> Tree:
         NameError, ValueError, RuntimeError: As `psum` does; ValueError also if all weights are 0 or one is negative.
         TypeError: An integer tensor, or a weight of another kind.
     """
-    count = axis_of("pmean", axis_name).slot.count
-    is_rows = isinstance(weight, str) and weight == "rows"
-    return mean(tree, axis_name, count, axis_rows(axis_name) if is_rows else weight)
+    axes = [axis_of("pmean", name) for name in names_of(axis_name)]
+    if isinstance(weight, str) and weight == "rows":
+        weight = axis_rows(max(axes, key=AXES.get().index).slot.axis_name)  # of the innermost: its rows are the fewest
+    return mean(tree, axis_name, axes[0].slot.count, 1 if weight is None and len(axes) > 1 else weight)
 
 
-def pmax(tree: Tree, axis_name: str = "data") -> Tree:
+def pmax(tree: Tree, axis_name: AxisName = "data") -> Tree:
     """The largest value over all slots, elementwise; it cannot be differentiated.
 
     >>> import fdp, torch
@@ -134,10 +136,10 @@ def pmax(tree: Tree, axis_name: str = "data") -> Tree:
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
     """
-    return on_tree("pmax", tree, axis_name, lambda tensors: Extreme("pmax"))
+    return reduced("pmax", tree, axis_name, lambda: Extreme("pmax"))
 
 
-def pmin(tree: Tree, axis_name: str = "data") -> Tree:
+def pmin(tree: Tree, axis_name: AxisName = "data") -> Tree:
     """The smallest value over all slots, elementwise; it cannot be differentiated.
 
     >>> import fdp, torch
@@ -151,7 +153,7 @@ def pmin(tree: Tree, axis_name: str = "data") -> Tree:
     Raises:
         NameError, ValueError, RuntimeError: As `psum` does; RuntimeError also if it is differentiated.
     """
-    return on_tree("pmin", tree, axis_name, lambda tensors: Extreme("pmin"))
+    return reduced("pmin", tree, axis_name, lambda: Extreme("pmin"))
 
 
 def all_gather(tree: Tree, axis_name: str = "data", *, dim: int = 0, stack: bool = False) -> Tree:

@@ -5,15 +5,23 @@ from typing import Any
 
 from torch import Tensor
 
-from fdp._collectives.meeting import axis_of, depth, inside, meet, rendezvous_of, said_of
+from fdp._collectives.axes import AxisName, axis_of, inside, names_of
+from fdp._collectives.checkpoint import replayed
+from fdp._collectives.combine import Undifferentiable
+from fdp._collectives.levels import Place
+from fdp._collectives.meeting import Brought, meet, said_of
 from fdp._collectives.operations import Extreme, Operation
-from fdp._collectives.rendezvous import Signature
-from fdp._collectives.transpose import Fence, Handle, Note, Undifferentiable, exchanged, linked
-from fdp._execution.patches import is_forward_mode
 from fdp._placement.slot import Axis
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
+
+
+def reduced(where: str, tree: Tree, axis_name: AxisName, make: Callable[[], Operation]) -> Tree:
+    """Apply a reduction over one axis, or over several, one after the other."""
+    for name in names_of(axis_name):
+        tree = on_tree(where, tree, name, lambda tensors: make())
+    return tree
 
 
 def on_tree(
@@ -21,6 +29,10 @@ def on_tree(
 ) -> Tree:
     """Apply an operation to all tensors of a tree, and to its numbers if it has a meaning for them."""
     axis = axis_of(where, axis_name)
+    return replayed(lambda: _on_tree(where, tree, axis, make, numbers), where, axis.slot.device)
+
+
+def _on_tree(where: str, tree: Tree, axis: Axis, make: Callable[[Sequence[Tensor]], Operation], numbers: bool) -> Tree:
     flat = flatten(tree, "tree", where=where)
     kinds = set(map(type, flat.leaves))
     if all(issubclass(kind, Tensor) for kind in kinds):
@@ -55,22 +67,19 @@ def _type(leaf: Any) -> str:
 
 def _of_numbers(axis: Axis, where: str, numbers: Sequence[Any], same: Any) -> list[Any]:
     reduce: Callable[[Any], Any] = {"pmax": max, "pmin": min}.get(where, sum)
-
-    def combine(values: list[list[Any]]) -> list[list[Any]]:
-        columns = zip(*rendezvous.settings.peers.everywhere(values, where, (key, same), say), strict=True)
-        # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
-        return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(values)
-
     if axis.slot.count == 1:
         return [sum([x]) for x in numbers]  # as with several: bools become ints
-    rendezvous = rendezvous_of(axis, where)
-    index = rendezvous.place(axis.slot)
-    key = rendezvous.number(index, rendezvous.number(index, ("forward", inside(axis))))
+
+    def combine(everybody: list[Brought]) -> list[list[Any]]:
+        own = [each.value for each in everybody]
+        columns = zip(*axis.run.peers.everywhere(own, where, (inside(axis), same), say), strict=True)
+        # A NaN wins, as in tensors; Python's `max` and `min` keep or lose it by its place.
+        return [[next((x for x in column if x != x), None) or reduce(column) for column in columns]] * len(own)
 
     def say() -> str:
         return said_of(same, ["a tensor"] * sum(same[1]))
 
-    return rendezvous.meet(index, key, Signature(where, ("numbers", same), say), numbers, combine)
+    return meet(axis, Brought(where, ("numbers", same), say, numbers), combine)
 
 
 def _exchange(axis: Axis, operation: Operation, tensors: Sequence[Tensor], same: Any) -> Sequence[Tensor]:
@@ -81,26 +90,4 @@ def _exchange(axis: Axis, operation: Operation, tensors: Sequence[Tensor], same:
     if axis.slot.count == 1:
         found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
         return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several
-    rendezvous = rendezvous_of(axis, operation.name)
-    index, forward = rendezvous.place(axis.slot), ("forward", inside(axis))
-    if rendezvous.settings.joint:
-        if depth() > rendezvous.settings.depth:
-            raise RuntimeError(
-                f"{operation.name}: torch.func transforms around the call and inside the mapped function, which is not "
-                "supported where slots meet; fdp.grad and its kin count as inside. Transform on one side only: by "
-                "torch.func.grad(torch.func.grad(f)), where f is fdp.dp_apply of the loss with out_dims='mean'; or by "
-                "torch.autograd.grad of what fdp.grad returns, for arguments that require grad"
-            )
-        met = meet(
-            rendezvous, index, rendezvous.number(index, rendezvous.number(index, forward)), operation, tensors, same
-        )
-        return Fence.apply(rendezvous.token, *met.found)
-    if is_forward_mode():
-        raise RuntimeError(
-            f"{operation.name}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
-            "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
-        )
-    handle = Handle(rendezvous.token, rendezvous.number(index, forward), same)
-    if depth() > 0:
-        return linked(handle, operation, Note(), tensors)
-    return exchanged(handle, operation, tensors)
+    return Place(axis, operation, same).exchanged(tensors).tensors

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._collectives.dispatch import on_tree
+from fdp._collectives.axes import AxisName
+from fdp._collectives.dispatch import reduced
 from fdp._collectives.operations import Sum
-from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import accumulator, is_inexact, layers
 from fdp._trees import torch_private
 from fdp._trees.listing import listed
@@ -20,7 +20,7 @@ from fdp._trees.types import Tree
 WEIGHT = "weight of pmean"  # so that messages tell its meeting from that of the leaves
 
 
-def mean(tree: Tree, axis_name: str, count: int, weight: Any) -> Tree:
+def mean(tree: Tree, axis_name: AxisName, count: int, weight: Any) -> Tree:
     """The mean over slots, each counting its `weight`; if that is None, the same as the others of `count`."""
     flat = flatten(tree, "tree", where="pmean")
     wrong = [i for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Tensor) and not is_inexact(leaf)]
@@ -31,14 +31,14 @@ def mean(tree: Tree, axis_name: str, count: int, weight: Any) -> Tree:
     whole: Any = count
     if weight is not None:
         weight = _checked(weight, [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)])
-        whole = on_tree(WEIGHT, weight, axis_name, lambda tensors: Sum())
+        whole = reduced(WEIGHT, weight, axis_name, Sum)
         if _value(whole) == 0:
             raise ValueError("pmean: all weights are 0, and the mean over nothing is not defined")
         if isinstance(whole, float):  # 1e-60 is 0 in float32; scaled by a power of two, which is exact, it is not
             exponent = math.frexp(whole)[1]
             weight, whole = math.ldexp(weight, -exponent), math.ldexp(whole, -exponent)
         leaves = [_share(leaf, weight) for leaf in leaves]
-    sums = flatten(on_tree("pmean", unflatten(flat.structure, leaves), axis_name, lambda tensors: Sum()), "tree").leaves
+    sums = flatten(reduced("pmean", unflatten(flat.structure, leaves), axis_name, Sum), "tree").leaves
     pairs = zip(flat.leaves, sums, strict=True)
     means = [(x / whole).to(leaf.dtype) if isinstance(leaf, Tensor) else x / float(whole) for leaf, x in pairs]
     return unflatten(flat.structure, means)
@@ -86,7 +86,7 @@ def _is_differentiated(weight: Any) -> bool:
     """Whether something differentiates through a weight. Forward mode cannot be asked, and counts as yes."""
     if not isinstance(weight, Tensor) or not is_inexact(weight):
         return False
-    return is_forward_mode() or any(layer.requires_grad for layer in layers(weight))
+    return torch_private.is_forward_mode() or any(layer.requires_grad for layer in layers(weight))
 
 
 class _Nothing(torch.autograd.Function):

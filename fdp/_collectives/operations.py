@@ -132,7 +132,7 @@ class Scatter(Operation):
         return f"dim={_each(self.dims)}, stack={self.stack}"
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
-        return self.parts(_reduced(self.name, total, xs), len(xs), leaf)
+        return self.parts(_reduced(self.name, total, counted(xs)), len(xs), leaf)
 
     def parts(self, whole: Tensor, count: int, leaf: int) -> list[Tensor]:
         """Those of the sum."""

@@ -10,7 +10,7 @@ import torch
 
 from fdp._command._results import Result
 from fdp._command._versions import is_older
-from fdp._execution.pool import cores
+from fdp._execution.side_by_side import cores
 
 
 def check_devices(devices: Sequence[torch.device]) -> Result:

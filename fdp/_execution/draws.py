@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fdp._execution.random import generators_of
+from fdp._execution.generators import generators_of
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import Slot, fold_in
 from fdp._trees import torch_private

@@ -1,31 +1,32 @@
-"""How the shards of a call run: what the caller asks for, and what is possible here."""
+"""Running the shards of a call: in order or side by side, and what becomes of those that fail."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from fdp._execution.function_traits import is_marked, must_run_in_order
-from fdp._execution.patches import is_forward_mode
+import torch
+
+from fdp._execution.baton import HERE
+from fdp._execution.guards import install
+from fdp._execution.in_order import InOrder
+from fdp._execution.process_lock import is_held_here
+from fdp._execution.run import Failures, Take
 from fdp._execution.seeds import Seed
-from fdp._execution.thread_state import is_carried
+from fdp._execution.side_by_side import SideBySide
+from fdp._execution.thread_state import why_not_beside
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
-from fdp._placement.slot import IN_ORDER, Slot
-from fdp._placement.timings import Timings
-from fdp._trees import torch_private
-from fdp._trees.types import Executor, Function
+from fdp._placement.slot import AXES, Slot, run_in_slot, text_of
+from fdp._trees.types import Executor
 from fdp._trees.untraced import leave_alone
 
 
 class Mode(NamedTuple):
-    """How the shards of a call run; `fn` is the user's function."""
+    """How the shards of a call run."""
 
-    executor: Executor
-    seed: Seed | None
-    fn: Function | None
-    effects: bool = False  # a shard must not begin anew for its first collective
-    stays: bool = False  # nor where it does not fit beside others: it goes on alone
-    apart: bool = False  # the call raises `Again`; if it `stays`, only where shards have run
+    executor: Executor = "auto"
+    seed: Seed | None = None
     peers: PeerCall = ALONE_IN_CALL
-    timings: Timings | None = None  # of calls with this plan; none where effects show which way they took
 
 
 def check_executor(executor: Executor, where: str) -> None:
@@ -34,42 +35,69 @@ def check_executor(executor: Executor, where: str) -> None:
         raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
 
 
-def executor_of(mode: Mode, slots: Sequence[Slot]) -> str:
+def executor_of(mode: Mode, shards: int) -> str:
     """How shards run, and why."""
-    reason, timings = why_in_order(mode, len(slots)), timings_of(mode, slots)
-    if reason is None and timings is not None:
-        if timings.is_trying():
-            return "side by side in threads and one shard after the other in turns, to see which is faster"
-        reason = timings.why_in_order()
-    if reason is not None:
-        return f"one shard after the other: {reason}"
-    return "side by side in threads" + ("" if timings is None else timings.why_in_threads())
+    reason = why_in_order(mode, shards)
+    return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
 
 
 def why_in_order(mode: Mode, shards: int) -> str | None:
-    """Why shards do not run side by side; None if they do: it is wanted, and they see what the caller's thread sees."""
+    """Why shards do not run side by side; None if they do: it is wanted, and threads see what the caller sees."""
     if shards < 2:
         return "there is one"
-    if mode.executor == "sequential":
-        return "executor='sequential'"
+    if mode.executor != "threads":
+        return f"executor={mode.executor!r}"
     if mode.seed is not None:
         return "they are seeded, and take turns with torch's one generator of the CPU"
-    if IN_ORDER.get():
-        return "a call around this one has a lock"
-    if mode.executor == "auto":
-        if not is_marked(mode.fn):
-            return "the function is not known to be safe in threads (fdp.thread_safe marks it)"
-        if torch_private.is_transformed():
-            return "a transform of torch.func is active"
-    if not is_carried() or is_forward_mode():
-        return "other threads would not see a mode, hook or profiler that is active here"
-    return "the function has refused to run beside others" if must_run_in_order(mode.fn) else None
+    if AXES.get() or HERE.states or is_held_here():
+        return "the call is inside another one"
+    return why_not_beside()
 
 
-def timings_of(mode: Mode, slots: Sequence[Slot]) -> Timings | None:
-    """What calls like this one have taken, if times say which way is faster. Results have the same bits in both."""
-    on_cpu = all(slot.device.type in ("cpu", "meta") for slot in slots)
-    return mode.timings if mode.executor == "auto" and on_cpu else None
+def run(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
+    """Run one task per slot and let `take` have what each returns, in order.
+
+    If a shard fails the others still run, and the first failure is raised with a note that names all of them.
+    """
+    if not tasks:  # other processes have them
+        return
+    if torch.compiler.is_compiling():
+        if mode.seed is not None:
+            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
+        for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
+            take(i, run_in_slot(slot, task))
+        return
+    if mode.seed is not None:
+        tasks = [partial(mode.seed.run, slot, task) for slot, task in zip(slots, tasks, strict=True)]
+    if len(tasks) > 1:
+        install()
+    kind = InOrder if why_in_order(mode, len(tasks)) is not None else SideBySide
+    failures = kind(tasks, slots, mode.peers).run(take)
+    if failures:
+        try:
+            raise _noted(failures)
+        finally:
+            failures.clear()  # the traceback holds this frame: no cycle
+
+
+def run_all(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode) -> list[Any]:
+    """`run`, with all results in a list."""
+    results: list[Any] = []
+    run(tasks, slots, mode, lambda _, result: results.append(result))
+    return results
+
+
+def _noted(failures: Failures) -> Exception:
+    slot, first = failures[0]
+    texts = [f"{type(error).__name__}: {text_of(error)}" for _, error in failures]
+    notes = [str(slot)]  # the first must be seen, also of many slots
+    for (other, _), text, before in zip(failures[1:], texts[1:], texts, strict=False):
+        notes.append(f"also {other}: {'the same' if text == before else text}")
+    with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+        for note in notes:
+            if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
+                first.add_note(note)
+    return first
 
 
 leave_alone(globals())

@@ -1,6 +1,5 @@
 """The generators that a dataset draws from, of the whole process: torch's of the CPU, Python's, and numpy's."""
 
-import contextvars
 import random
 import sys
 from collections.abc import Callable
@@ -9,25 +8,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdp._execution.alone import be_alone
-from fdp._execution.interrupts import shielded
+from fdp._execution.guards import refuse_beside
+from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import EXCLUSIVE, IN_ORDER
 
 Result = TypeVar("Result")
 
 
 def keeping_generators(call: Callable[[], Result]) -> Result:
     """What a call that seeds them returns; they are as before afterwards. No seeded shard runs meanwhile."""
-    be_alone()
-    with EXCLUSIVE.held():
-        context = contextvars.copy_context()
-        context.run(IN_ORDER.set, True)  # threads of calls inside would wait for the lock
+    refuse_beside("a dataset or collate_fn that is seeded")
+    with exclusively():
         restore = _remembered()
         try:
-            return context.run(call)
+            return call()
         finally:
-            shielded(restore)
+            restore()
 
 
 def seed_generators(seed: int) -> None:

@@ -20,7 +20,6 @@ _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
-_FAKE = torch_private.TorchDispatchModeKey.FAKE
 _CARRIED = (torch_private.TransformType.Vmap, torch_private.TransformType.Grad)
 
 
@@ -28,31 +27,26 @@ class Carried(TorchFunctionMode):
     """A mode of fdp's own, which several threads may have at once."""
 
 
-def is_carried() -> bool:
-    """Whether all that the caller has set can be put in place in another thread.
+def why_not_beside() -> str | None:
+    """Why shards beside each other could not see what the caller has set; None if they can.
 
-    Modes and hooks of the user's own may not expect calls from several threads at once. Forward mode and
-    functionalization keep state outside of the stack of transforms. A profiler would see one thread.
+    Modes and hooks of the user's may not expect calls from several threads at once. Forward mode and functionalization
+    keep state outside of the stack of transforms. A profiler would see one thread.
     """
-    return (
-        why_not_together() is None
-        and torch_private.len_torch_dispatch_stack() == 0
-        and not torch_private.profiler_enabled()
-        and all(layer.key() in _CARRIED for layer in torch_private.get_interpreter_stack() or ())
-    )
+    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in _function_modes()):
+        return "other threads would not see a mode that is active here"
+    if torch_private.len_torch_dispatch_stack() or torch_private.saved_tensors_hooks(True) is not None:
+        return "other threads would not see a mode or hook that is active here"
+    if torch_private.profiler_enabled() or torch_private.get_tracing_state() is not None:
+        return "other threads would not see what records here"
+    layers = torch_private.get_interpreter_stack() or ()
+    if torch_private.is_forward_mode() or any(layer.key() not in _CARRIED for layer in layers):
+        return "other threads would not see a transform that is active here"
+    return None
 
 
 def why_not_together() -> str | None:
-    """What of the caller's settings the slots that run together could not see; None if they see everything.
-
-    They take turns where that matters, so that forward mode and profilers are no obstacle.
-    """
-    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in _function_modes()):
-        return "a mode for torch functions that is active here"
-    if torch_private.len_torch_dispatch_stack() > (_fake_mode() is not None):
-        return "a dispatch mode that is active here"
-    if torch_private.saved_tensors_hooks(True) is not None:
-        return "hooks for saved tensors that are active here, such as those of activation checkpointing around the call"
+    """What of the caller's settings no other thread can see, also where slots take turns; None if there is nothing."""
     if torch_private.get_tracing_state() is not None:
         return "that torch.jit traces here"
     layers = torch_private.get_interpreter_stack() or ()
@@ -77,7 +71,8 @@ class ThreadState(NamedTuple):
     flags: list[Any]
     autocasts: list[Autocast]
     modes: list[Any]
-    fake: Any
+    dispatch_modes: list[Any]
+    hooks: Any
     hooks_refused: str | None
     streams: list[torch.Stream]
     transforms: list[Any]
@@ -91,16 +86,18 @@ class ThreadState(NamedTuple):
                 pass
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
-        fake = _fake_mode()
+        dispatch_modes = _dispatch_modes()
         return cls(
             torch.get_num_threads(),
             torch.is_inference_mode_enabled(),
             [get() for get, _ in _FLAGS],
             [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types],
             _function_modes(),
-            fake,
+            dispatch_modes,
+            torch_private.saved_tensors_hooks(True),
             torch_private.saved_tensors_hooks_get_disabled_error_message(),
-            [] if fake is not None else [torch.accelerator.current_stream(device) for device in accelerators],
+            # Under FakeTensorMode there may be devices that do not exist.
+            [] if dispatch_modes else [torch.accelerator.current_stream(device) for device in accelerators],
             transforms,
         )
 
@@ -134,17 +131,19 @@ class ThreadState(NamedTuple):
             for mode in self.modes:  # its own `__enter__` would write to what all threads share
                 torch_private.push_on_torch_function_stack(mode)
                 stack.callback(torch_private.pop_torch_function_stack)
-            if self.fake is not None:
-                torch_private.push_on_torch_dispatch_stack(self.fake)
-                stack.callback(torch_private.pop_torch_dispatch_stack, _FAKE)
+            if self.hooks is not None:
+                torch_private.push_saved_tensors_hooks(*self.hooks)
+                stack.callback(torch_private.pop_saved_tensors_hooks)
+            for mode in self.dispatch_modes:
+                torch_private.push_on_torch_dispatch_stack(mode)
+                stack.callback(torch_private.pop_torch_dispatch_stack, getattr(mode, "_mode_key", None))
             if self.transforms:
                 stack.enter_context(torch_private.with_transforms(self.transforms))
             yield
 
 
-def _fake_mode() -> Any:
-    """The FakeTensorMode that is active: it computes shapes, and several threads may do so in turns."""
-    return torch_private.get_dispatch_mode(_FAKE)
+def _dispatch_modes() -> list[Any]:
+    return torch_private.get_current_dispatch_mode_stack() if torch_private.len_torch_dispatch_stack() else []
 
 
 def _function_modes() -> list[Any]:

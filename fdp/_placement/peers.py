@@ -48,16 +48,12 @@ class Summed(Protocol):
     sent_as: torch.dtype | None
 
     def sums(self) -> list[Tensor]: ...
-    def before(self) -> list[Tensor | None] | None: ...
     def ours(self) -> list[bool]: ...
     def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
 
 
 class PeerCall:
     """What processes do together in one call."""
-
-    has_met: bool = False
-    """Whether slots have met those of others before the end."""
 
     def part(self) -> contextlib.AbstractContextManager[object]:
         """As a context: around what this process does by itself. If that fails, the others fail too."""
@@ -94,16 +90,6 @@ class PeerCall:
     def enter(self) -> None:
         """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
 
-    def again(self, where: str) -> contextlib.AbstractContextManager[object]:
-        """As a context: slots that have met run once more, such as for a backward."""
-        return NOTHING
-
-    def during_backward(
-        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
-    ) -> contextlib.AbstractContextManager[object]:
-        """As a context: around the last backward of this process, of `loss`. What `leaves` get goes to `gradients`."""
-        return NOTHING
-
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         """Agree on the end of a call; outside of the context the result says what it returns."""
         tree = out.tree(device, where)
@@ -122,16 +108,20 @@ class PeerCall:
         found = loss.tree(device, where), None if aux is None else aux.tree(device, where)
         return lambda: found
 
+    def begins_with(self, leaves: Sequence[Tensor]) -> None:
+        """What slots exchange from here on has a graph that begins with these."""
+
+    def ends(self) -> list[Tensor]:
+        """What a backward has to begin with too, without elements: so all processes come to what they exchanged."""
+        return []
+
     # What slots do together, while they run.
 
-    def meet(self) -> None:
-        """Slots are about to meet. Raises what begins the call anew if processes are not ready for that."""
+    def given(self, own: list[list[bool]], name: str) -> list[list[bool]]:
+        """Which tensors of an exchange each slot gives, of all slots in order."""
+        return own
 
-    def agree(self, name: str, same: object, say: Say, numbers: Sequence[int], *, joint: bool) -> list[list[int]]:
-        """The numbers of every process that has shards. `joint`: something outside transforms the call."""
-        return [list(numbers)]
-
-    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]], key: object, say: Say) -> list[list[Tensor]]:
         """A collective: for each leaf, what becomes of it on each slot of this process."""
         return [operation.results(tensors, leaf) for leaf, tensors in enumerate(columns)]
 

@@ -8,7 +8,6 @@ import torch
 
 from fdp._placement.partition import Partition
 from fdp._placement.slot import Slot
-from fdp._placement.timings import Timings
 from fdp._placement.transfers import Collective, Transfer
 from fdp._trees.table import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
 
@@ -76,8 +75,6 @@ class Plan(Drawn):
         places: The place of each piece, as a shard sees it.
         has_slots: Whether some argument is on its slots already.
         moves: Whether something is on another device than where it is needed.
-        timings: How long calls of this plan have taken in each way, the one thing here that is not decided before. None
-            inside `torch.compile`.
         devices: The device of each slot that has a shard.
         sizes: Rows of each of these, None if nothing is split.
         executor: How shards run, and why.
@@ -96,7 +93,6 @@ class Plan(Drawn):
     places: tuple[Slot, ...]
     has_slots: bool = False
     moves: bool = False
-    timings: Timings | None = None
     executor: str = ""
     arguments: tuple[PlannedLeaf, ...] = ()
     outputs: tuple[PlannedLeaf, ...] | None = None

@@ -2,20 +2,6 @@
 
 A shard runs in a copy of its caller's context, so what is noted in context variables ends with it, and reaches the
 threads that run nested calls. A thread that the function starts itself has none of it, unless it copies the context.
-
-Here is also the lock of the process, `EXCLUSIVE`. What holds at any time:
-
-- One thread holds it, as often as it likes, while it does what cannot go on in two threads: draw from generators with a
-  seed, read their states, call a module in place, use forward mode in a shard.
-- It is the outermost lock of fdp: none is held by a thread that begins to wait for it, and code of the user's runs
-  under it. Who wants to be alone among the shards of a call says so before (`alone.be_alone`), without it.
-- Who holds it waits only for threads that work for it: the slots of a call inside, which have it lent (`LENT`). They
-  take turns, one at a time, so one thread of these uses it at a time.
-- A forked child has a new one. The thread that held it may not be there.
-
-Any thread may take it. `held` gives the RLock itself, whose enter and exit are C; what lends it is told by `is_here`.
-What was refused: a lock for each of these things. A shard may need several of them, and takes them in the order in
-which the function comes to them, so two threads would wait for each other.
 """
 
 import contextlib
@@ -24,9 +10,8 @@ import dataclasses
 import operator
 import os
 import threading
-import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,30 +41,16 @@ class Slot:
 ON_SHARD: contextvars.ContextVar[Callable[[Slot, str], None] | None]
 ON_SHARD = contextvars.ContextVar("fdp_on_shard", default=None)  # called "before" and "after" each shard, by tests
 IN_PLACE = contextvars.ContextVar("fdp_in_place", default=False)  # a user's module has other tensors than its own
-IN_ORDER = contextvars.ContextVar("fdp_in_order", default=False)  # calls here may not use threads: a lock is held
 
 
 class Axis(NamedTuple):
-    """A named set of slots that this code runs in one of, and where they meet if they are all alive.
-
-    If not, the call notes in `wanted` which collectives the slot has come to.
-    """
+    """A named set of slots that this code runs in one of, the run in which they meet, and the thread of this slot."""
 
     slot: Slot
-    rendezvous: Any
-    wanted: list[str]
+    run: Any
+    thread: int
 
 
-@final
-class Calls:
-    """How many calls a slot has made, those that begin anew twice: a number that is the same in all slots."""
-
-    def __init__(self, path: tuple[int | None, ...]) -> None:
-        self.path, self.count = path, 0
-
-
-CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("fdp_calls", default=None)
-WANTED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("fdp_wanted")  # that of the axis of the next slots
 AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axes", default=())  # the innermost last
 
 
@@ -105,17 +76,6 @@ def start_apart(thread: threading.Thread) -> None:
     contextvars.Context().run(thread.start)
 
 
-def run_in_thread(job: Callable[[], None], process: int) -> None:
-    """What a thread of fdp does. In a child that the job has forked there is nothing else than this thread."""
-    try:
-        job()
-    except BaseException:
-        if not is_forked(process):
-            raise
-        traceback.print_exc()
-        os._exit(1)
-
-
 def current_slot() -> Slot | None:
     """The slot that this code runs in, innermost call first; None outside of mapped functions."""
     # A traced function cannot read context variables.
@@ -124,23 +84,23 @@ def current_slot() -> Slot | None:
 
 
 def run_in_slot(
-    slot: Slot,
-    call: Callable[[], Any],
-    context: contextvars.Context | None = None,
-    rendezvous: Any = None,
+    slot: Slot, call: Callable[[], Any], run: Any = None, context: contextvars.Context | None = None
 ) -> Any:
-    """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type."""
+    """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type.
+
+    Its slots meet in a `run`.
+    """
     if torch.compiler.is_compiling():
         return call()
-    return (context or contextvars.copy_context()).run(_enter, slot, call, rendezvous)
+    return (context or contextvars.copy_context()).run(_enter, slot, call, run)
 
 
-def _enter(slot: Slot, call: Callable[[], Any], rendezvous: Any) -> Any:
-    around = CALLS.get()
-    CALLS.set(Calls((slot.piece,) if around is None else (*around.path, around.count, slot.piece)))
-    wanted = WANTED.get(None)
-    AXES.set((*AXES.get(), Axis(slot, rendezvous, [] if wanted is None else wanted)))
+def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
+    AXES.set((*AXES.get(), Axis(slot, run, threading.get_ident())))
     has_grad, watcher = torch.is_grad_enabled(), ON_SHARD.get()
+    has_threads = torch_private.is_multithreading_enabled()
+    # Backwards inside stay in this thread: those of autograd's own know no slots.
+    torch_private.set_multithreading_enabled(False)
     try:
         device, named = _current_device(slot.device), stage("shard", slot.index)
         if device is named is NOTHING and watcher is None:
@@ -155,6 +115,7 @@ def _enter(slot: Slot, call: Callable[[], Any], rendezvous: Any) -> Any:
     finally:
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         torch_private.set_grad_enabled(has_grad)
+        torch_private.set_multithreading_enabled(has_threads)
 
 
 def text_of(error: BaseException) -> str:
@@ -188,46 +149,6 @@ def fold_in(seed: int, data: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-
-
-@final
-class ProcessLock:
-    """A lock that one thread may take several times, and that a forked child has anew, whoever holds it here."""
-
-    def __init__(self) -> None:
-        self._renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.lock = threading.RLock()
-
-    def acquire(self) -> None:
-        """Wait for it."""
-        if not LENT.get():
-            self.lock.acquire()
-
-    def release(self) -> None:
-        """Let others have it."""
-        if not LENT.get():
-            self.lock.release()
-
-    def is_here(self) -> bool:
-        """Whether this thread has it, or one that waits for this thread."""
-        return LENT.get() or self.lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def held(self) -> contextlib.AbstractContextManager[object]:
-        """The lock itself: a context manager in Python could keep it if an interrupt comes as it is entered."""
-        return contextlib.nullcontext() if LENT.get() else self.lock
-
-
-LENT = contextvars.ContextVar("fdp_lent", default=False)  # this thread may do what a thread may that waits for it
-EXCLUSIVE = ProcessLock()
-"""Held by what cannot go on in two threads: draws from torch's generators, calls of a module in place, forward mode.
-
-One lock for all, so that no two threads can wait for each other's. Who holds it waits only for threads that work for
-it: see `fdp._execution.scheduler`.
-"""
 
 
 def _mix(state: int) -> int:

@@ -6,9 +6,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run_all
-from fdp._execution.executor import Mode
+from fdp._execution.executor import Mode, run_all
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.peers import peers_of
@@ -70,10 +68,8 @@ def dp_apply(
             `fn.out_dims`, else 0.
         output_device: Where outputs go, by default the device of slot 0.
         weights: Relative rows of each slot. By default sizes differ by at most one; slots without rows are left out.
-        executor: `"sequential"`: one shard after the other in the calling thread. `"threads"`: side by side, on the CPU
-            as many at once as there are cores. `"auto"`: threads if `fn` is known to be safe in them, because
-            `functional` made it or `thread_safe` marks it, and no transform of torch.func is active; on the CPU, where
-            these calls have been faster so.
+        executor: `"sequential"`: one shard after the other, until one comes to a collective. `"threads"`: side by side,
+            on the CPU as many at once as there are cores. `"auto"`: `"sequential"`.
         seed: Draw random numbers from this seed, and leave the caller's generators alone. Seeded shards take turns.
         randomness: Who draws what from the seed. `"different"`: slot i draws from `fold_in(seed, i)`. `"same"`: all
             slots draw the same. `"rows"`: each row draws what it draws on one device, whatever the devices, weights
@@ -175,9 +171,8 @@ def _map_shards(
 
     def run(seed: Seed | None) -> Callable[[], Tree]:
         shards, check = call.place()
-        tasks = [Task(functools.partial(call_shard, fn), shard) for shard in shards]
-        mode = Mode(options.executor, seed, fn, peers=call.peers, timings=call.plan.timings)
-        outputs = run_all(tasks, call.places(), mode)
+        tasks = [functools.partial(call_shard, fn, shard) for shard in shards]
+        outputs = run_all(tasks, call.places(), Mode(options.executor, seed, call.peers))
         check.check(where)
         return call.peers.join(call.joined(outputs, dims), target or call.device, where)
 

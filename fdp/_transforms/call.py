@@ -21,7 +21,6 @@ from fdp._placement.plan import Plan, places_of
 from fdp._placement.sharded import Sharded, Slots, summary
 from fdp._placement.slot import Slot
 from fdp._placement.split_dims import common_peers, flatten_args, held_slots, plan_args
-from fdp._placement.timings import Timings
 from fdp._transforms.arguments import Arg, Options, check_several
 from fdp._transforms.plans import find, keep, signature_of
 from fdp._transforms.purity import MutationCheck
@@ -159,8 +158,7 @@ def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Pl
     args = tuple(planned(flat, pieces) for flat in flats)
     has_slots = any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
     moves = any(arg.moves for arg in args)
-    timings = None if torch.compiler.is_compiling() else Timings()
-    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves, timings)
+    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves)
 
 
 def _has_values(flats: Sequence[Flat]) -> bool:

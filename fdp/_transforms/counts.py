@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run_all
-from fdp._execution.executor import Mode
-from fdp._execution.patches import is_forward_mode
+from fdp._execution.executor import Mode, run_all
 from fdp._placement.moves import layers
 from fdp._transforms.call import Call, Shard
 from fdp._transforms.shard_grad import Problem, args_with, inputs_of, needs_transform, recording
+from fdp._trees import torch_private
 from fdp._trees.types import Function, Reduction
 
 
@@ -49,9 +47,9 @@ def weights_of(
         if sum(own) == 0:
             rows()
         return Counts(own, rows)
-    tasks = [Task(functools.partial(count_of, problem, count), shard) for shard in shards]
+    tasks = [functools.partial(count_of, problem, count, shard) for shard in shards]
     slots = call.places()
-    own = run_all(tasks, slots, Mode("sequential", None, count, peers=call.peers))
+    own = run_all(tasks, slots, Mode(peers=call.peers))
     if not all(math.isfinite(weight) and weight >= 0 for weight in own):
         raise ValueError(f"{problem.where}: count must return a finite number that is not negative, got {own}")
     whole = call.peers.total(sum(own), f"count of {problem.where}")
@@ -99,4 +97,4 @@ def _as_constant(value: Any, where: str) -> float:
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether something differentiates through a tensor. Forward mode cannot be asked, and counts as yes."""
-    return is_forward_mode() or any(layer.requires_grad for layer in layers(tensor))
+    return torch_private.is_forward_mode() or any(layer.requires_grad for layer in layers(tensor))

@@ -8,18 +8,15 @@ from typing import NamedTuple, final
 import torch
 
 from fdp._execution.executor import Mode, executor_of
-from fdp._execution.own_statistics import FOUND
 from fdp._placement.plan import Plan, PlannedLeaf
 from fdp._placement.planned_leaves import of_arguments
 from fdp._placement.slot import current_slot
 from fdp._placement.split_dims import flatten_args
-from fdp._placement.timings import Timings
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
 from fdp._transforms.arguments import Arg, Options
 from fdp._transforms.call import decide
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
-from fdp._transforms.plans import find, signature_of
-from fdp._trees.registry import flattened
+from fdp._transforms.own_statistics import FOUND
 from fdp._trees.tree import Flat
 from fdp._trees.types import Function, Tree
 
@@ -42,7 +39,6 @@ class Explained(NamedTuple):
 
     def plan(self) -> Plan:
         """What it will do."""
-        timings = self._timings()
         log: list[Transfer] = []
         with APART, Fakes() as fakes, only(log):
             flats = flatten_args(self.named, "explain")
@@ -64,13 +60,12 @@ class Explained(NamedTuple):
                 COLLECTIVES.reset(tokens[0])
                 FOUND.reset(tokens[1])
         copies = tuple(log)
-        mode = Mode(self.options.executor, self.options.seed, self.fn, timings=timings)
+        mode = Mode(self.options.executor, self.options.seed)
         before = copies[: dry.before]
         results = [dry.results[place] for place in sorted(dry.results)]
         return dataclasses.replace(
             plan,
-            executor=_executor(collectives) or executor_of(mode, plan.places),
-            timings=timings,
+            executor=_executor(collectives, executor_of(mode, len(plan.places))),
             arguments=tuple(leaf for flat in flats for leaf in of_arguments(flat, plan.partition, before)),
             outputs=None if problem is not None else tuple(self.outputs(flats, plan, results, joined, dry.joins())),
             differences=tuple(dict.fromkeys(differences)),
@@ -79,20 +74,10 @@ class Explained(NamedTuple):
             problem=problem,
         )
 
-    def _timings(self) -> Timings | None:
-        """What calls like this one have taken."""
-        trees = [flattened(arg.tree, arg.name) for arg in self.named]
-        how = self.options._replace(where=self.where)
-        try:
-            plan = find(self.fn, signature_of(self.fn, self.named, trees, self.n_args, how, self.microbatches))
-        except (TypeError, ValueError):  # devices that are not here, as yet
-            plan = None
-        return None if plan is None else plan.timings
 
-
-def _executor(collectives: Sequence[Collective]) -> str:
-    """How shards run that meet."""
-    return f"all shards alive at once: they meet in {collectives[0].name}" if collectives else ""
+def _executor(collectives: Sequence[Collective], how: str) -> str:
+    """How shards run, and where they meet."""
+    return f"{how}; they wait for each other in {collectives[0].name}" if collectives else how
 
 
 def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:

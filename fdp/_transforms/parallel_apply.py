@@ -6,9 +6,7 @@ from typing import Any, Unpack, overload
 
 import torch
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run_all
-from fdp._execution.executor import Mode, check_executor
+from fdp._execution.executor import Mode, check_executor, run_all
 from fdp._execution.seeds import Seed, seed_of, seed_options
 from fdp._placement.devices import as_devices
 from fdp._placement.partition import Partition
@@ -114,11 +112,10 @@ def _on_slots(
     def run(seed: Seed | None) -> list[Tree]:
         shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
         tasks = [
-            Task(functools.partial(call_shard, fn), Shard(s[:n], dict(zip(keywords, s[n:], strict=True))))
-            for s in shards
+            functools.partial(call_shard, fn, Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
         ]
         places = call.places(places_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name))
-        return run_all(tasks, places, Mode(executor, seed, fn, effects=True, peers=call))
+        return run_all(tasks, places, Mode(executor, seed, call))
 
     def again(trees: Sequence[Tree], seed: Seed) -> object:
         on_one = tuple(trees[:n]), dict(zip(keywords, trees[n:], strict=True)), slots[:1], "sequential", seed

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fdp._execution.function_traits import how_called, identity
 from fdp._placement.devices import as_devices
 from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots
 from fdp._transforms.arguments import Arg, Options
 from fdp._trees import torch_private
+from fdp._trees.functions import how_called, identity
 from fdp._trees.prefix import signature_of_dims
 from fdp._trees.types import Function
 

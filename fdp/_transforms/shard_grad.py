@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._collectives.anchors import Anchor, may_meet, no_elements
-from fdp._collectives.transpose import Gate
-from fdp._execution.patches import is_forward_mode
-from fdp._execution.returned import noting
+from fdp._placement.peers import PeerCall
 from fdp._transforms.call import Shard, call_shard
+from fdp._transforms.returned import noting
 from fdp._trees import torch_private
-from fdp._trees.profiling import NOTHING
+from fdp._trees.graph import captured
 from fdp._trees.registry import flattened
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Function, Tree
@@ -46,6 +44,16 @@ class Inputs(NamedTuple):
         rest = iter(leaves)
         return [list(islice(rest, structure.num_leaves)) for structure in self.structures]
 
+    def aliases(self, attached: bool) -> "Inputs":
+        """The same as other tensors; `attached` ones lead back to the caller's graph.
+
+        One for each position: a tensor that stands in two is two arguments, as in torch.func.
+        """
+        with torch.enable_grad():
+            return self._replace(
+                leaves=[_alias(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in self.leaves]
+            )
+
 
 class Out(NamedTuple):
     """What a function returned for a shard, and which leaves of aux are new buffers that `functional` returned."""
@@ -65,12 +73,10 @@ class ShardResult(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a function returned for a shard, with the tensors that it is differentiated in."""
+    """What a function returned for a shard, with what it is differentiated in."""
 
     out: Out
-    aliases: list[torch.Tensor]
     inputs: Inputs
-    anchor: Anchor
 
 
 def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
@@ -81,39 +87,50 @@ def needs_transform(tensors: Iterable[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
     active = torch_private.is_transformed() or torch.is_inference_mode_enabled()
-    return active or is_forward_mode() or True in map(torch.Tensor.is_inference, tensors)
+    return active or torch_private.is_forward_mode() or True in map(torch.Tensor.is_inference, tensors)
 
 
-def transformed(problem: Problem, share: Callable[[], float], create_graph: bool | None, shard: Shard) -> ShardResult:
-    """Loss and gradients of one shard by `torch.func.vjp`."""
-    inputs = inputs_of(problem, shard)
+def transformed(
+    problem: Problem,
+    shards: Sequence[Shard],
+    shares: Sequence[Callable[[], float]],
+    create_graph: bool | None,
+    run: Callable[[Sequence[Callable[[], Any]]], list[Any]],
+    peers: PeerCall,
+) -> list[ShardResult]:
+    """Losses and gradients of shards by one `torch.func.vjp` around all of them; `run` has what each calls."""
+    inputs, seeds = [inputs_of(problem, shard) for shard in shards], [share() for share in shares]
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
-    is_open = [True]
 
-    def loss_of(start: torch.Tensor, *leaves: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        anchor = Anchor(start)
-        call = functools.partial(_call, problem, shard, inputs.build(leaves))
-        loss, aux, buffers = anchor.within(call, around=create_graph is not False)
-        flat = flatten(aux, "aux", where=problem.where)
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    def losses(start: torch.Tensor, *leaves: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        peers.begins_with(leaves)
+        rest = iter(leaves)
+        trees = [own.build(islice(rest, len(own.leaves))) for own in inputs]
+        outs: list[Out] = run([functools.partial(_call, problem, *pair) for pair in zip(shards, trees, strict=True)])
+        flat = flatten([out.aux for out in outs], "aux", where=problem.where)
         others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]
-        plain[:] = [flat.structure, others, buffers]
-        ends = anchor.ends()
-        return (Gate.apply(is_open, loss)[0] if ends else loss, ends), tensors
+        plain[:] = [flat.structure, others, [out.buffers for out in outs]]
+        counted = [out.loss for out, seed in zip(outs, seeds, strict=True) if seed != 0]  # the others are left out
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        return [start, *peers.ends(), *counted], [*(out.loss for out in outs), *tensors]
 
     with recording():
-        made: Any = torch.func.vjp(loss_of, no_elements(), *inputs.leaves, has_aux=True)
-        (loss, ends), vjp, tensors = made
-        seed = share()
-        is_open[0] = seed != 0
-        _, *grads = vjp((torch.full_like(loss, seed), ends)) if seed != 0 or ends else [None] * (1 + len(inputs.leaves))
+        leaves = [leaf for own in inputs for leaf in own.leaves]
+        made: Any = torch.func.vjp(losses, torch.zeros(0, device="cpu"), *leaves, has_aux=True)
+        roots, vjp, rest = made
+        given = [seed for seed in seeds if seed != 0]
+        ends = roots[: len(roots) - len(given)]
+        _, *grads = vjp([*ends, *map(torch.full_like, roots[len(ends) :], given)])
+    values, found, each = rest[: len(shards)], iter(rest[len(shards) :]), iter(grads)
     structure, others, buffers = plain
-    rest = iter(tensors)
-    aux = unflatten(structure, [next(rest) if other is None else other[0] for other in others])
-    if create_graph is False:
-        grads = [None if grad is None else grad.detach() for grad in grads]
-        loss, aux = loss.detach(), _detached(aux, problem.where)
-    return ShardResult(Out(loss, aux, buffers), inputs.cut(grads))
+    auxes = unflatten(structure, [next(found) if other is None else other[0] for other in others])
+    results = []
+    for own, loss, aux, noted in zip(inputs, values, auxes, buffers, strict=True):
+        gradients: list[Any] = list(islice(each, len(own.leaves)))
+        if create_graph is False:
+            gradients, loss, aux = [x.detach() for x in gradients], loss.detach(), _detached(aux, problem.where)
+        results.append(ShardResult(Out(loss, aux, noted), own.cut(gradients)))
+    return results
 
 
 def recording() -> contextlib.AbstractContextManager[object]:
@@ -129,68 +146,41 @@ def recording() -> contextlib.AbstractContextManager[object]:
 _DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
 
 
-Watch = Callable[[torch.Tensor, Sequence[torch.Tensor]], contextlib.AbstractContextManager[object]]
-
-
 def joint(
     where: str,
     forwards: Sequence[Forward],
     seeds: Sequence[float],
     create_graph: bool | None,
-    watch: Watch | None = None,
+    ends: Sequence[torch.Tensor],
 ) -> list[ShardResult]:
-    """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread.
-
-    `watch` is around that of one shard, if it leads to its inputs only.
-    """
+    """One backward through the losses of shards, in this thread; `ends` are more to begin with, without elements."""
     graph = bool(create_graph)
     if create_graph is None:
         graph = torch.is_grad_enabled() and any(map(_reaches_outside, forwards))
-    roots: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
-    inputs: list[torch.Tensor] = []
-    live = []
-    for (out, aliases, _, anchor), seed in zip(forwards, seeds, strict=True):
-        ends = anchor.ends()
-        counts = seed != 0 and out.loss.requires_grad
-        live.append(bool(ends or (counts and aliases)))
-        if not live[-1]:
-            continue
-        if counts:
-            roots.append(out.loss)
-            given.append(torch.full_like(out.loss, seed))
-        roots += ends
-        given += map(torch.zeros_like, ends)
-        inputs += aliases if anchor.start is None else (*aliases, anchor.start)
-    is_watched = watch is not None and len(forwards) == 1 and len(roots) == 1 and not graph
-    with watch(roots[0], inputs) if watch is not None and is_watched else NOTHING:
-        found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph) if inputs else ())
+    pairs = zip(forwards, seeds, strict=True)
+    counted = [(found.out.loss, seed) for found, seed in pairs if seed != 0 and found.out.loss.requires_grad]
+    roots = [*(loss for loss, _ in counted), *ends]
+    given = [*(torch.full_like(loss, seed) for loss, seed in counted), *(end.detach() for end in ends)]
+    inputs = [x for found in forwards for x in found.inputs.leaves]
+    grads: Any = [None] * len(inputs)
+    if roots and inputs:
+        with torch.autograd.set_multithreading_enabled(False):
+            grads = torch_private.gradients(roots, inputs, given, create_graph=graph)
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
-    results = []
-    for is_live, (out, aliases, own, anchor) in zip(live, forwards, strict=True):
-        grads = list(islice(found, len(aliases))) if is_live else [None] * len(aliases)
-        if is_live and anchor.start is not None:
-            next(found)
+    found, results = iter(grads), []
+    for out, own in forwards:
         if not graph:  # without one the gradients are detached as they are
             out = Out(out.loss.detach(), _detached(out.aux, where), out.buffers)
-        results.append(ShardResult(out, own.cut(grads), aliases if graph else ()))
+        results.append(ShardResult(out, own.cut(islice(found, len(own.leaves))), own.leaves if graph else ()))
     return results
 
 
-def forward(problem: Problem, shard: Shard, *, attached: bool, graph: bool | None = None) -> Forward:
-    """The loss of a shard on aliases of its inputs; `attached` ones lead back to the caller's graph.
-
-    If there will be no `graph` of its gradients, a gradient of something around it does not go through it.
-    """
-    inputs = inputs_of(problem, shard)
+def forward(problem: Problem, shard: Shard, inputs: Inputs) -> Forward:
+    """The loss of a shard."""
     before = torch.is_grad_enabled()
     torch_private.set_grad_enabled(True)
     try:
-        # An alias for each position: a tensor that stands in two is two arguments, as in torch.func.
-        aliases = [_alias(t) if attached and t.requires_grad else t.detach().requires_grad_() for t in inputs.leaves]
-        anchor = Anchor(no_elements().requires_grad_() if may_meet() else None, aliases)
-        call = functools.partial(_call, problem, shard, inputs.build(aliases))
-        return Forward(anchor.within(call, around=graph is not False), aliases, inputs, anchor)
+        return Forward(_call(problem, shard, inputs.build(inputs.leaves)), inputs)
     finally:
         torch_private.set_grad_enabled(before)
 
@@ -254,10 +244,10 @@ def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _reaches_outside(forward: Forward) -> bool:
+def _reaches_outside(found: Forward) -> bool:
     """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
-    out = forward.out
-    return forward.anchor.is_passed((out.loss,) if out.aux is None else (out.loss, *tensors_in(out.aux)))
+    out = found.out
+    return bool(captured((out.loss,) if out.aux is None else (out.loss, *tensors_in(out.aux)), found.inputs.leaves))
 
 
 def _detached(aux: Tree, where: str) -> Tree:

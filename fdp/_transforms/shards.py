@@ -1,4 +1,7 @@
-"""The losses and gradients of all shards of a call: each by itself, or in one backward for all."""
+"""The losses and gradients of all shards of a call: all forwards, then one backward with the shares as seeds.
+
+A loss that has met nobody is differentiated at once, in its slot: so its graph is gone before the next.
+"""
 
 import contextlib
 import operator
@@ -8,19 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run, run_all
-from fdp._execution.executor import Mode
-from fdp._execution.function_traits import meets
-from fdp._execution.restart import Again
+from fdp._execution.executor import Mode, run, run_all
 from fdp._placement.partition import Partition
-from fdp._placement.slot import Slot
+from fdp._placement.slot import AXES, Slot
 from fdp._transforms.call import Shard
 from fdp._transforms.shard_grad import (
+    Forward,
     Problem,
     ShardResult,
-    Watch,
     forward,
+    inputs_of,
     is_tracking,
     joint,
     needs_transform,
@@ -41,63 +41,60 @@ class ShardGradients(NamedTuple):
     mode: Mode
     create_graph: bool | None
 
-    def run(self, given: Sequence[torch.Tensor], take: Take, watch: Watch) -> None:
-        """Let `take` have what comes of each, in order. `watch` is around the last backward, if there is one."""
-        if needs_transform(given):
-            return self._run(take, [partial(transformed, self.problem, x, self.create_graph) for x in self.shares])
-        last = watch if len(set(self.partition.slots)) == 1 else None
-        watches = [None] * (len(self.shards) - 1) + [last] * bool(self.shards)
+    def run(self, given: Sequence[torch.Tensor], take: Take) -> None:
+        """Let `take` have what comes of each, in order: the first microbatches of all slots, then the second ones."""
+        is_inside = not torch.compiler.is_compiling() and len(AXES.get()) > 0
+        differentiate = self._transformed if is_inside or needs_transform(given) else self._by_autograd
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
+        for batch in _rounds(self.partition.slots):
+            differentiate(batch, take, attached=attached)
+
+    def _transformed(self, batch: list[int], take: Take, *, attached: bool) -> None:
+        """By one `torch.func.vjp` around the call."""
+        slots = [self.slots[i] for i in batch]
+
+        def losses(forwards: Sequence[Callable[[], object]]) -> list[object]:
+            return run_all(forwards, slots, self.mode)
+
+        shards, shares = [self.shards[i] for i in batch], [self.shares[i] for i in batch]
+        with _noting(slots):
+            results = transformed(self.problem, shards, shares, self.create_graph, losses, self.mode.peers)
+        for i, result in zip(batch, results, strict=True):
+            take(i, result)
+
+    def _by_autograd(self, batch: list[int], take: Take, *, attached: bool) -> None:
+        where, graph, slots, peers = (
+            self.problem.where,
+            self.create_graph,
+            [self.slots[i] for i in batch],
+            self.mode.peers,
+        )
+        aliases = [inputs_of(self.problem, self.shards[i]).aliases(attached) for i in batch]
+        peers.begins_with([x for own in aliases for x in own.leaves])
         graph = True if attached else self.create_graph
-        seed, devices = self.mode.seed, self.partition.devices
-        draws_rows = seed is not None and seed.draws is not None  # also in a backward, which is then the shard's own
-        if draws_rows or meets(self.mode.fn) or all(device.type in ("cpu", "meta") for device in devices):
-            # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
-            alone = partial(_alone, self.problem, attached, graph)
-            return self._run(take, [partial(alone, *pair) for pair in zip(self.shares, watches, strict=True)])
-        if not self._in_one_backward(take, watches, attached=attached, graph=graph):
-            self.run(given, take, watch)
 
-    def _run(self, take: Take, runs: Sequence[Callable[[Shard], ShardResult]]) -> None:
-        tasks = [Task(each, shard) for each, shard in zip(runs, self.shards, strict=True)]
-        run(tasks, self.slots, self.mode, take)
+        def differentiated(k: int) -> ShardResult | Forward:
+            found = forward(self.problem, self.shards[batch[k]], aliases[k])
+            if AXES.get()[-1].run.has_met or peers.ends():
+                return found
+            return joint(where, [found], [self.shares[batch[k]]()], graph, [])[0]
 
-    def _in_one_backward(
-        self, take: Take, watches: Sequence[Watch | None], *, attached: bool, graph: bool | None
-    ) -> bool:
-        """All forwards, then one backward; False if slots meet, for whom it would wait."""
-        where, slots = self.problem.where, self.slots
-        own = partial(forward, self.problem, attached=attached, graph=graph)
-        forwards = [Task(own, shard) for shard in self.shards]
-        taken, name = False, ""
-        try:
-            for batch in _rounds(self.partition.slots):
-                own_slots = [slots[i] for i in batch]
-                losses = run_all([forwards[i] for i in batch], own_slots, self.mode._replace(apart=True))
-                with _noting(own_slots):
-                    seeds = [self.shares[i]() for i in batch]
-                    results = joint(where, losses, seeds, graph, watches[batch[-1]])[::-1]
-                taken = True
-                for i in batch:
-                    take(i, results.pop())  # which lets go of each: it may then be added to in place
-            return True
-        except Again as need:  # one backward for all would wait for itself
-            name = need.name
-        if taken:
-            raise RuntimeError(f"{where}: {name} is called in some microbatches and not in the first")
-        return False
+        met: list[Forward] = []
 
+        def sort(k: int, found: ShardResult | Forward) -> None:
+            if isinstance(found, Forward):
+                met.append(found)
+            else:
+                take(batch[k], found)
 
-def _alone(
-    problem: Problem,
-    attached: bool,
-    create_graph: bool | None,
-    share: Callable[[], float],
-    watch: Watch | None,
-    shard: Shard,
-) -> ShardResult:
-    found = forward(problem, shard, attached=attached, graph=create_graph)
-    return joint(problem.where, [found], [share()], create_graph, watch)[0]
+        run([partial(differentiated, k) for k in range(len(batch))], slots, self.mode, sort)
+        if not met:
+            return
+        with _noting(slots):
+            results = joint(where, met, [self.shares[i]() for i in batch], graph, peers.ends())[::-1]
+        met.clear()
+        for i in batch:
+            take(i, results.pop())  # which lets go of each: it may then be added to in place
 
 
 @contextlib.contextmanager
@@ -108,9 +105,10 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
     except Exception as error:
         where = ", ".join(dict.fromkeys(str(slot.device) for slot in slots))
         with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
-            error.add_note(
-                str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
-            )
+            if not getattr(error, "__notes__", ()):
+                error.add_note(
+                    str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
+                )
         raise
 
 

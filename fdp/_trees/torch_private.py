@@ -4,6 +4,7 @@ A name here is torch's own without its underscores. A version of torch that has 
 with a message that says which, and what it was for.
 """
 
+import contextlib
 import importlib
 import operator
 import sys
@@ -72,7 +73,7 @@ unwrap_if_dead = _use(
 _STACK = "the stack of transforms is one for each thread: it is carried to threads, else gradients would be lost"
 without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _STACK)
 with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
-_FORWARD = "forward mode is one for the process: what enters and leaves it is replaced by what takes turns"
+_FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
 eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
 _forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
 
@@ -81,6 +82,33 @@ def forward_level() -> int:
     """The level of forward mode, negative if it is off."""
     return torch.autograd.forward_ad._current_level
 
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way; its level is one for all threads."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def depth() -> int:
+    """How many transforms of torch.func are active here."""
+    return len(get_interpreter_stack() or ()) if is_transformed() else 0
+
+
+def outside_transforms() -> Any:
+    """As a context: no transform of torch.func is active."""
+    return without_transforms() if is_transformed() else contextlib.nullcontext()
+
+
+_LEVELS = "collectives inside torch.func meet at each level of its transforms"
+current_interpreter = _use("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter", _LEVELS)
+unwrap_batched = _use("torch._C._functorch._unwrap_batched", _LEVELS)
+add_batch_dim = _use("torch._C._functorch._add_batch_dim", _LEVELS)
+unwrap_for_grad = _use("torch._C._functorch._unwrap_for_grad", _LEVELS)
+wrap_for_grad = _use("torch._C._functorch._wrap_for_grad", _LEVELS)
+enable_single_level_function = _use("torch._functorch.autograd_function.enable_single_level_autograd_function", _LEVELS)
+if TYPE_CHECKING:  # else what is derived from it has an unknown base
+    from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+else:
+    SingleLevelFunction = _use("torch.autograd.function._SingleLevelFunction", _LEVELS)
 
 # The rest of a thread's state
 
@@ -101,9 +129,12 @@ get_current_function_mode_stack = _use("torch.overrides._get_current_function_mo
 len_torch_dispatch_stack = _use("torch._C._len_torch_dispatch_stack", _STATE)
 push_on_torch_dispatch_stack = _use("torch._C._push_on_torch_dispatch_stack", _STATE)
 pop_torch_dispatch_stack = _use("torch._C._pop_torch_dispatch_stack", _STATE)
+get_current_dispatch_mode_stack = _use("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _STATE)
 get_dispatch_mode = _use("torch._C._get_dispatch_mode", "is the call on fake tensors?")
 TorchDispatchModeKey = _use("torch._C._TorchDispatchModeKey", "is the call on fake tensors?")
 saved_tensors_hooks = _use("torch._C._autograd._top_saved_tensors_default_hooks", _STATE)
+push_saved_tensors_hooks = _use("torch._C._autograd._push_saved_tensors_default_hooks", _STATE)
+pop_saved_tensors_hooks = _use("torch._C._autograd._pop_saved_tensors_default_hooks", _STATE)
 saved_tensors_hooks_enable = _use("torch._C._autograd._saved_tensors_hooks_enable", _STATE)
 saved_tensors_hooks_disable = _use("torch._C._autograd._saved_tensors_hooks_disable", _STATE)
 saved_tensors_hooks_get_disabled_error_message = _use(
@@ -122,12 +153,8 @@ def is_default_device(mode: Any) -> bool:
 
 # Autograd
 
-is_legacy_batchedtensor = _use(
-    "torch._C._functorch.is_legacy_batchedtensor", "batches of gradients that torch.autograd makes itself are refused"
-)
-_ORDER = "in which order a gradient of a gradient takes nodes that several threads have made"
+_ORDER = "in which order a backward takes nodes that several threads have made"
 get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
-_node_number = _use("torch._C._functions.AccumulateGrad._sequence_nr", _ORDER)
 _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)
 get_current_graph_task_keep_graph = _use(
     "torch._C._autograd._get_current_graph_task_keep_graph", "will there be a second backward?"
@@ -135,11 +162,6 @@ get_current_graph_task_keep_graph = _use(
 current_graph_task_id = _use("torch._C._current_graph_task_id", "does a backward run here?")
 will_engine_execute_node = _use("torch._C._will_engine_execute_node", "which gradients a backward is asked for", "2.13")
 StopRecomputationError = _use("torch.utils.checkpoint._StopRecomputationError", "a checkpoint ends its recomputing so")
-
-
-def sequence_nr(node: Any) -> int:
-    """The number by which autograd orders a node."""
-    return node._sequence_nr()
 
 
 def set_sequence_nr(node: Any, number: int) -> None:
@@ -195,6 +217,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 flatten_dense_tensors = _use(
     "torch._C._nn.flatten_dense_tensors", "what is summed over processes as one is put together in one call"
 )
+foreach_zero_ = _use("torch._foreach_zero_", _ORDER)
 foreach_add = _use("torch._foreach_add", "small gradients are added up in one call")
 pytree = _use("torch.utils._pytree", "types that are registered with torch only")
 TensorBase = _use("torch._C.TensorBase", "explain refuses what takes a tensor's data away")

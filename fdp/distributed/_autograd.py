@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._execution.patches import is_forward_mode
 from fdp._trees import torch_private
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag, meet
@@ -26,7 +25,7 @@ def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequen
 def is_tracked(tensors: Sequence[Tensor]) -> bool:
     """Whether something differentiates or transforms what is made of these."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return differentiated or torch_private.is_transformed() or is_forward_mode()
+    return differentiated or torch_private.is_transformed() or torch_private.is_forward_mode()
 
 
 class AllReduce(torch.autograd.Function):

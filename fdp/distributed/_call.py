@@ -10,8 +10,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fdp._collectives.graph import captured
-from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import layers
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Say, Summed
@@ -19,6 +17,7 @@ from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
+from fdp._trees.graph import captured
 from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
@@ -167,7 +166,9 @@ class MeshCall(Agreement, PeerCall):
 
     def _check_transforms(self) -> None:
         layers = torch_private.get_interpreter_stack() or () if torch_private.is_transformed() else ()
-        if (is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)) and not self.table.is_whole:
+        if (
+            torch_private.is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)
+        ) and not self.table.is_whole:
             raise RuntimeError(
                 f"{self.where}: a process without rows cannot follow vmap or forward mode (jvp, jacfwd, hessian) "
                 "around the call. Give every process rows, or use reverse mode"

@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import EXCLUSIVE, fold_in
+from fdp._placement.slot import fold_in
 from fdp._trees.types import Tree
 from fdp.distributed import _checkpoint_writer as writer
 from fdp.distributed._checkpoint_files import CheckpointFiles
@@ -224,7 +225,7 @@ def _from_first(comm: Any, state: Any, like: Tree | None) -> Any:
 
 
 def _generator_states() -> dict[str, torch.Tensor]:
-    with EXCLUSIVE.held():
+    with exclusively():
         states = {"cpu": torch.default_generator.get_state()}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:  # generators that nobody has used are not there yet

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._execution.function_traits import name_of
 from fdp._placement.plan import Plan
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
+from fdp._trees.functions import name_of
 from fdp._trees.tree import Flat, digest_of, flatten
 
 

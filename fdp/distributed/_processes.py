@@ -10,7 +10,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fdp._execution.patches import is_forward_mode
 from fdp._placement.slot import AXES, is_forked
 from fdp._trees import torch_private
 from fdp.distributed._agreed import AgreedPlans
@@ -118,4 +117,4 @@ def is_plain() -> bool:
     """Whether a call is the outermost one, and nothing transforms it."""
     if AXES.get() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
-    return not (torch_private.is_transformed() or is_forward_mode())
+    return not (torch_private.is_transformed() or torch_private.is_forward_mode())

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from fdp._execution.own_statistics import may_take_own, takes_own
+from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Walk, items, join_path

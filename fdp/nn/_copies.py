@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import copy, is_expanded
 from fdp._trees import torch_private
 
@@ -87,7 +86,7 @@ def _keep(param: Tensor, device: torch.device, names: Names, index: int) -> _Kep
 
 def _keepable(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Those of which a copy has no part in a gradient."""
-    if torch_private.is_transformed() or is_forward_mode() or torch_private.len_torch_dispatch_stack():
+    if torch_private.is_transformed() or torch_private.is_forward_mode() or torch_private.len_torch_dispatch_stack():
         return {}
     enabled = torch.is_grad_enabled()
     return {

@@ -1,18 +1,14 @@
 """torch.nn.DataParallel with one import changed."""
 
-import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, Literal, TypeVar, cast, final
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from fdp._execution.executor import Mode, check_executor
-from fdp._execution.function_traits import Safe, has_met
-from fdp._execution.random import bookmark, stay
-from fdp._execution.restart import Again
+from fdp._execution.executor import Mode, check_executor, why_in_order
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
 from fdp._placement.partition import check_weights
@@ -52,10 +48,8 @@ class DataParallel(nn.Module, Generic[M]):
     contents tell; the copies go with the first call that needs gradients, or with the wrapper.
 
     What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
-    lost. A module that does so runs in order, each replica finding what those before it have put there: if that is seen
-    while replicas run side by side, what they have written is taken back, and the forward begins anew. Objects of other
-    classes that the module holds are shared, and written to twice then: pass `executor="sequential"` if forward writes
-    to them.
+    lost. Objects of other classes that the module holds are shared: pass no `executor="threads"` if forward writes to
+    them.
 
     Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
     vary between runs.
@@ -90,8 +84,6 @@ class DataParallel(nn.Module, Generic[M]):
     device_ids: list[int | torch.device]
     output_device: int | torch.device | None
     src_device_obj: torch.device | None
-
-    _fills = False  # forward puts something into lists, dicts or sets of the module
 
     def __init__(
         self,
@@ -165,18 +157,7 @@ class DataParallel(nn.Module, Generic[M]):
             if not args and not keywords:
                 args, keywords = ((),), ({},)
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
-            outputs: Any = None
-            is_known = self._fills or not loan.can_be_filled
-            go_back = stay if is_known else bookmark(dict.fromkeys(self._devices))
-            try:
-                outputs = self.parallel_apply(replicas, args, keywords)
-            except Again as need:  # forward calls a collective, or fills a list, which was not known
-                if need.name == "":
-                    go_back()
-                loan.take_back()
-            if loan.is_taken_back:
-                replicas = self.replicate(self.module, self._ids_of(len(args), loan))
-                outputs = self.parallel_apply(replicas, args, keywords)
+            outputs = self.parallel_apply(replicas, args, keywords)
             output = self.gather(outputs, cast(Any, self.output_device))
             loan.write_back(replicas, self._where)
             del replicas  # which may then serve the next call
@@ -207,20 +188,11 @@ class DataParallel(nn.Module, Generic[M]):
         if loan is None:
             return run_modules(replicas, inputs, kwargs, devices, None, IN_ORDER)
         sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
-        in_order = self._fills or loan.begins_in_order or not loan.may_use_threads(replicas)
-        executor = "sequential" if in_order else self._executor
-        own = _Known(self.module)
-        mode = Mode(executor, None, own, effects=loan.meets, stays=True, apart=not loan.is_taken_back)
-        if executor == "sequential":
-            outputs = run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
-            self._fills = loan.have_filled(replicas)
-            return outputs
+        mode = Mode(self._executor)
+        if why_in_order(mode, len(replicas)) is not None:
+            return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
-        if loan.have_filled(replicas):
-            if mode.apart and not (loan.meets or has_met(own)):
-                self._fills = loan.begins_in_order = True  # each is to find what those before it have put there
-                raise Again("")
-            loan.merge(replicas)  # slots that meet are all alive at once
+        loan.merge(replicas)
         return outputs
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
@@ -252,11 +224,6 @@ class DataParallel(nn.Module, Generic[M]):
         if self.output_device == index_of(self.src_device_obj):
             return output
         return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
-
-
-@final
-class _Known(functools.partial[Any], Safe):
-    """What the runs of a module are remembered by. Its replicas may run in threads."""
 
 
 def data_parallel(

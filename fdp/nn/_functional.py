@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fdp._execution.function_traits import Safe
-from fdp._execution.own_statistics import say_own
-from fdp._execution.returned import note
+from fdp._transforms.own_statistics import say_own
+from fdp._transforms.returned import note
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
@@ -24,7 +23,7 @@ State: TypeAlias = tuple[Tensors, Tensors]
 
 
 @final
-class Apply(Safe):
+class Apply:
     """A module as a function of its parameters and buffers. A copy has a module of its own, in any process."""
 
     __name__ = "apply"

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fdp._execution.alone import be_alone
-from fdp._execution.own_statistics import say_own
-from fdp._execution.patches import stand_in_for_functional_call
-from fdp._placement.slot import EXCLUSIVE, IN_ORDER, IN_PLACE
+from fdp._execution.guards import refuse_beside, stand_in_for_functional_call
+from fdp._execution.process_lock import exclusively
+from fdp._placement.slot import IN_PLACE
+from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
@@ -102,14 +102,19 @@ def _call_clone(skeleton: Skeleton, given: Tensors, args: tuple[Any, ...], kwarg
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
     """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
-    be_alone()  # before the lock: others may wait for it
-    with EXCLUSIVE.held():
-        tokens = IN_ORDER.set(True), IN_PLACE.set(True)
+    refuse_beside("a module that can only be called in place", _IN_PLACE)
+    with exclusively():
+        token = IN_PLACE.set(True)
         try:
             yield
         finally:
-            IN_ORDER.reset(tokens[0])
-            IN_PLACE.reset(tokens[1])
+            IN_PLACE.reset(token)
+
+
+_IN_PLACE = (
+    "because something in it leads back to it (a hook that closes over the module, a compiled module, ...), and others "
+    "would call it meanwhile. Pass executor='sequential', or remove what leads back"
+)
 
 
 def call_in_place(
@@ -134,7 +139,9 @@ def take(pool: list[Skeleton], module: nn.Module) -> Skeleton:
     """A skeleton of the module as it is now, for this call alone."""
     skeleton = _reusable(pool, module) or Skeleton(module)
     if torch_private.is_parametrize_caching():
-        be_alone()  # what `parametrize.cached()` keeps is one for all threads
+        refuse_beside(
+            "torch.nn.utils.parametrize.cached()", "whose cache is one for all threads. Pass executor='sequential'"
+        )
         forget(skeleton.ids | skeleton.original_ids)
     return skeleton
 

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdp._collectives.lockstep import Task
-from fdp._collectives.run import run_all
-from fdp._execution.executor import Mode
+from fdp._execution.executor import Mode, run_all
 from fdp._placement.devices import as_device
 from fdp._placement.partition import Partition
 from fdp._placement.plan import places_of
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import DeviceLike
 
-IN_ORDER = Mode("sequential", None, None)
+IN_ORDER = Mode("sequential")
 
 
 def parallel_apply(
@@ -73,7 +71,7 @@ def run_modules(
     """Call each module on its slot; `sizes` are the rows that each has, if they are known."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     tasks = [
-        Task(functools.partial(_call, i, device, module), (args, named))
+        functools.partial(_call, i, device, module, (args, named))
         for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
     ]
     return run_all(tasks, places_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)

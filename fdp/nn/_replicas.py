@@ -8,15 +8,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fdp._execution.restart import Restart
 from fdp._placement.partition import Partition
 from fdp._trees import torch_private
 from fdp.nn._bound_clone import Skeleton
-from fdp.nn._buffers import Buffer, is_same, write, write_first, write_means
+from fdp.nn._buffers import Buffer, write_first, write_means
 from fdp.nn._copies import Tensors, copies_of, kept_copies
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
 from fdp.nn._replicate import OF_REPLICAS, check_replicable, has_scripts, named_tensors, shallow
-from fdp.nn._sync_batch_norm import SyncBatchNorm
 
 
 @final
@@ -91,15 +89,10 @@ class Replica:
         if self.skeleton is None:
             return self.root(*args, **kwargs)
         self.skeleton.catch_up(self._module)
-        is_over = True
         try:
             return self.root(*args, **kwargs)
-        except Restart:  # others run in its place
-            is_over = False
-            raise
         finally:
-            if is_over:
-                self.skeleton.write_back(self._module)
+            self.skeleton.write_back(self._module)
 
     def end(self) -> None:
         """Let go of the tensors. If nobody else holds the clone, it serves the next call."""
@@ -116,14 +109,10 @@ class Loan:
         self.module, self._owner, self._takes = module, owner, buffers
         self.plan: Partition | None = None
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
-        self.is_taken_back = False  # a forward begins anew
-        self.begins_in_order = False  # because it fills containers; calls in other threads do not change that
         first = take(pool_of(module, of_replicas=True), module)
         self._spare = [first]
         self._ids = first.original_ids
-        parts = module.modules()
-        self.meets = first.has(SyncBatchNorm) if first.trusted else any(isinstance(p, SyncBatchNorm) for p in parts)
-        self.can_be_filled, self._has_buffers = first.contents.can_be_filled(), first.has_buffers or not first.trusted
+        self._has_buffers = first.has_buffers or not first.trusted
         self._has_clones = first.trusted and not torch_private.has_any_global_hook()
         own = first.slots.own() if first.trusted else named_tensors(module)
         self.params = {name: own[name] for name in first.slots.params}
@@ -145,13 +134,6 @@ class Loan:
             made.append(replica.root)
         return made
 
-    def take_back(self) -> None:
-        """Undo what replicas have written to buffers, before others run in their place."""
-        self.is_taken_back = True
-        for buffer in self.buffers.values():
-            if not is_same(buffer, self._given[id(buffer)]):
-                write(buffer, self._given[id(buffer)])
-
     def _take(self) -> Skeleton | frozenset[int]:
         if self._has_clones:
             spare, pool = self._spare, pool_of(self.module, of_replicas=True)
@@ -161,18 +143,9 @@ class Loan:
             self._has_clones = False  # something has changed since the first
         return self._ids
 
-    def may_use_threads(self, replicas: Sequence[nn.Module]) -> bool:
-        """Whether all of them are clones."""
-        return all(id(each) in self._replicas and self._replicas[id(each)].skeleton for each in replicas)
-
     def in_turn(self, replicas: Sequence[nn.Module]) -> list[Callable[..., Any]]:
         """How to call them one after the other: each finds in containers what those before it have put there."""
         return [self._replicas[id(each)].in_turn if id(each) in self._replicas else each for each in replicas]
-
-    def have_filled(self, replicas: Sequence[nn.Module]) -> bool:
-        """Whether a forward has changed lists, dicts or sets."""
-        lent = [self._replicas[id(each)].skeleton for each in replicas if id(each) in self._replicas]
-        return any(skeleton is not None and skeleton.contents.are_filled() for skeleton in lent)
 
     def merge(self, replicas: Sequence[nn.Module]) -> None:
         """Put what replicas have put into their containers into those of the module, one replica after the other."""

@@ -1,0 +1,106 @@
+"""Activation checkpointing around collectives: what they returned is kept, and given again where torch recomputes.
+
+A checkpoint recomputes for the values that a backward needs, and throws the new graph away. So the recomputation needs
+what a collective returned, and no other slot. What others drew meanwhile is not drawn again: the generators are put to
+where they were after it.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, final
+
+import torch
+
+from fdp._execution.generators import generators_of, put_states, states_of
+from fdp._execution.guards import BESIDE
+from fdp._placement.slot import AXES, Axis
+from fdp._trees.tree import map_tensors
+from fdp._trees.types import Tree
+
+
+class _Kept(NamedTuple):
+    where: str
+    result: Tree
+    states: list[torch.Tensor]
+
+
+@final
+class _Log:
+    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+        self.reading: Iterator[_Kept] | None = None
+
+
+_LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", default=None)
+
+
+def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree:
+    """What a collective returns, or what it returned in the forward."""
+    log = _LOG.get()
+    if log is None:
+        return call()
+    generators = [] if BESIDE.get() else generators_of(device)
+    if log.reading is None:
+        result = call()
+        kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
+        log.kept.append(_Kept(where, kept, states_of(generators)))
+        return result
+    kept = next(log.reading, None)
+    if kept is None or kept.where != where:
+        raise RuntimeError(
+            f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
+            "must do the same each time"
+        )
+    put_states(generators, kept.states)
+    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), kept.result)
+
+
+def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """For activation checkpointing of a block with collectives: pass it as `context_fn`.
+
+    The numbers are those without the checkpoint. What collectives returned is kept until the backward: they are called
+    once, and do not meet again when torch computes the block again.
+
+    >>> import fdp, torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> def block(x):
+    ...     return (x - fdp.pmean(x.mean(), weight="rows")).tanh()
+    >>> def loss(w, x):
+    ...     return checkpoint(block, w * x, use_reentrant=False, context_fn=fdp.checkpoint_context).square().mean()
+    >>> fdp.grad(loss, devices=fdp.virtual_devices(2))(torch.tensor(1.0), torch.tensor([0.0, 2.0]))
+    tensor(0.6397)
+
+    Returns:
+        Two contexts: for the forward, and for when it is computed again, as `torch.utils.checkpoint.checkpoint` wants
+        them with `use_reentrant=False`.
+
+    Raises:
+        RuntimeError: In the backward, if the block calls other collectives than before.
+    """
+    log = _Log()
+    return _writing(log), _reading(log, AXES.get())
+
+
+@contextlib.contextmanager
+def _writing(log: _Log) -> Iterator[None]:
+    token = _LOG.set(log)
+    try:
+        yield
+    finally:
+        _LOG.reset(token)
+
+
+@contextlib.contextmanager
+def _reading(log: _Log, axes: tuple[Axis, ...]) -> Iterator[None]:
+    generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
+    log.reading = iter(log.kept)
+    tokens, states = (_LOG.set(log), AXES.set(axes)), states_of(generators)
+    try:
+        yield
+    finally:
+        put_states(generators, states)
+        _LOG.reset(tokens[0])
+        AXES.reset(tokens[1])

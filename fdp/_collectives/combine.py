@@ -1,0 +1,145 @@
+"""What a collective makes of the tensors of all slots: ordinary differentiable operations, and so one graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdp._collectives.operations import Operation
+from fdp._collectives.packing import Layout, layout_of
+from fdp._execution.run import Run
+from fdp._placement.moves import copy
+
+Grad = Tensor | None
+Value = tuple[Operation, Sequence[Tensor], Sequence[bool]]
+"""An operation, its tensors, and which of them are given: the others are zeros that stand for nothing."""
+
+
+class Taken(NamedTuple):
+    """What a slot takes; what is not `reached` is made of nothing that some slot has given."""
+
+    tensors: list[Tensor]
+    reached: list[bool]
+
+
+def combined(
+    run: Run, values: Sequence[Value], are_recorded: Sequence[bool], key: Any, say: Callable[[], str]
+) -> list[Taken]:
+    """What each slot takes, on its device, and in memory of its own: slots may write to it."""
+    operation, before = values[0][0], run.peers.slots_before()
+    everybody = run.peers.given([list(given) for _, _, given in values], operation.name)
+    columns = [operation.reached(column) for column in zip(*everybody, strict=True)]
+    reached = [[column[before + i] for column in columns] for i in range(len(values))]
+    rows = [
+        list(tensors) if is_recorded else [x.detach() for x in tensors]
+        for (_, tensors, _), is_recorded in zip(values, are_recorded, strict=True)
+    ]
+    with torch.set_grad_enabled(any(are_recorded)):
+        found = _dealt(run, operation, rows, key, say)
+        for i, is_recorded in enumerate(are_recorded):
+            found[i] = list(Fence.apply(run, *found[i])) if is_recorded else [x.detach() for x in found[i]]
+    for other, _, _ in values[1:]:
+        vars(other).update(vars(operation))  # the sizes that it has seen
+    return [Taken(*pair) for pair in zip(found, reached, strict=True)]
+
+
+def _dealt(
+    run: Run, operation: Operation, rows: list[list[Tensor]], key: Any, say: Callable[[], str]
+) -> list[list[Tensor]]:
+    devices, names = [slot.device for slot in run.slots], _Leaves(operation.name)
+    has_graph = run.depth > 0 or (torch.is_grad_enabled() and any(x.requires_grad for row in rows for x in row))
+    layout = None
+    if operation.elementwise and not has_graph and not run.level >= 0:
+        layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows)
+    if layout is not None:
+        rows = [_packed(layout, row, device, names) for row, device in zip(rows, devices, strict=True)]
+    columns = list(zip(*rows, strict=True))
+    moved = [_Moved(xs, devices[0], names, leaf) for leaf, xs in enumerate(columns)]
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for leaf, made in enumerate(run.peers.combine(operation, moved, key, say)):
+        seen = {id(x) for x in columns[leaf]}
+        for result, x, device in zip(results, made, devices, strict=True):
+            result.append(copy(x, device, names, leaf, always=id(x) in seen))
+            seen.add(id(x))
+    return results if layout is None else [layout.unpacked(each) for each in results]
+
+
+def _packed(layout: Layout, tensors: Sequence[Tensor], device: torch.device, names: "_Leaves") -> list[Tensor]:
+    """What a slot has brought, in buffers on one device."""
+    if len({x.device for x in tensors}) > 1:
+        tensors = [copy(x, device, names, i) for i, x in enumerate(tensors)]
+    return layout.packed(tensors)
+
+
+class _Moved(Sequence[Tensor]):
+    """The tensors of a leaf on the first device: each when it is asked for, so that few are there at a time."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, names: "_Leaves", leaf: int) -> None:
+        self._tensors, self._device, self._names, self._leaf = tensors, device, names, leaf
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return copy(self._tensors[index], self._device, self._names, self._leaf)
+
+
+class _Leaves(NamedTuple):
+    """What the log of `transfers` calls what is exchanged."""
+
+    name: str
+
+    def path(self, index: int, /) -> str:
+        return f"{self.name}[{index}]"
+
+
+class Identity(torch.autograd.Function):
+    """The tensors as they are, with something that the gradient is to know."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(known: Any, *tensors: Tensor) -> Any:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.known, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
+
+
+class Undifferentiable(Identity):
+    """What has no gradient, by the name of the collective."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        return None, *_refused(ctx.known, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(_refused(ctx.known, tangents[1:]))
+
+
+def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:
+    """No gradients, of what has none to give."""
+    if any(grad is not None for grad in grads):
+        raise RuntimeError(f"{name} cannot be differentiated; detach its argument")
+    return grads
+
+
+class Fence(Identity):
+    """No gradient goes through while the slots of a run are under way: the graph behind it is that of all of them."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        if not ctx.known.is_over:
+            raise RuntimeError(
+                "torch.autograd.grad or .backward() inside a mapped function goes through a collective, whose graph is "
+                "that of all slots. Inside, use torch.func.grad or fdp.grad"
+            )
+        return None, *grads

@@ -1,0 +1,81 @@
+"""Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads."""
+
+import contextlib
+import gc
+import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fdp._trees import torch_private
+
+_READING: list[None] = []
+_WAS_ON: list[None] = []
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Without the garbage collector, in all threads.
+
+    torch holds a lock of the generator while it makes the tensor of its state. The collector may run another thread
+    then, and that one may wait for the lock: both would wait for ever.
+    """
+    _READING.append(None)
+    try:
+        if gc.isenabled():
+            _WAS_ON.append(None)
+            gc.disable()
+        yield
+    finally:
+        _READING.pop()
+        if not _READING and _WAS_ON:
+            _WAS_ON.clear()
+            gc.enable()
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """Their states, also inside of transforms, where tensors have no memory to read."""
+    with _collector_off(), torch_private.outside_transforms():
+        return [generator.get_state() for generator in generators]
+
+
+def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    """Inverse of `states_of`, in one call of C: an interrupt comes before all of it or after."""
+    with torch_private.outside_transforms():
+        deque(map(operator.call, [generator.set_state for generator in generators], states), 0)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that a function on a device draws from."""
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        generators.append(torch.get_device_module(device).default_generators[device.index])
+    return generators
+
+
+class OwnGenerators:
+    """The generators of a slot, in place of the process's while it has its turn: a `TurnState`."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._generators = seed, generators_of(device)
+        self._own: list[torch.Tensor] | None = None
+        self._outside: list[torch.Tensor] = []
+        self._is_here = False
+
+    def resume(self) -> None:
+        """Keep the states that are there, and put its own in place."""
+        self._outside = states_of(self._generators)
+        self._is_here = True
+        if self._own is None:
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+        else:
+            put_states(self._generators, self._own)
+
+    def pause(self) -> None:
+        """Put those back that were there."""
+        if self._is_here:
+            self._own = states_of(self._generators)
+            put_states(self._generators, self._outside)
+            self._is_here = False

@@ -1,0 +1,161 @@
+"""Slots that run one after the other in the caller's thread, until one comes to a collective.
+
+It suspends there. The slots that have not begun get threads then, and all take turns by the baton. Without a collective
+no thread is started. Kernels on accelerators are asynchronous, so shards on different devices overlap all the same.
+"""
+
+import _thread
+import contextvars
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
+from fdp._execution.run import Failures, Run, Take, Task
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, taken
+from fdp._execution.thread_state import ThreadState
+from fdp._placement.peers import PeerCall
+from fdp._placement.slot import AXES, Slot, is_forked
+from fdp._trees import torch_private
+
+
+@final
+class InOrder(Run):
+    """What threads begin with is what holds where the call begins, and not what slot 0 has set since."""
+
+    def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
+        super().__init__(tasks, slots, peers)
+        self._begun = 0  # how many slots have begun in the caller's thread
+        self._inside = HERE.strand is not None
+        if self.count > 1:
+            above_slots()
+            self._context, self._states = contextvars.copy_context(), HERE.states
+            self._state = ThreadState.of_caller([slot.device for slot in slots])
+
+    def run(self, take: Take) -> Failures:
+        """Run all slots; `take` has the results in order, each as soon as it can."""
+        error: BaseException | None = None
+        while True:  # an interrupt may come anywhere in it
+            try:
+                if error is not None:
+                    self.stop(error)
+                    error = None
+                self._run_here(take)
+                self._wait()
+                break
+            except BaseException as other:
+                error = other
+        try:
+            met = self._end()
+            failures = self.outcome()
+            if met and not failures:
+                for i, result in enumerate(self.results):
+                    take(i, result)
+            return failures
+        finally:
+            self.results = []
+
+    def _run_here(self, take: Take) -> None:
+        while self._begun < self.count and self.interrupt is None and not self._has_threads():
+            index = self._begun
+            self._begun += 1
+            self.run_slot(index)
+            if index not in self.errors and not self._has_threads():
+                take(index, self.results[index])
+                self.results[index] = None
+
+    def _has_threads(self) -> bool:
+        return HERE.strand is not None and any(strand.run is self for strand in HERE.strand.tree.strands)
+
+    def _wait(self) -> None:
+        """Until the slots in threads have ended."""
+        while (strand := HERE.strand) is not None and self._is_under_way(strand):
+            strand.wait(lambda: not self._is_under_way(strand), hears=self.interrupt is None)
+            if strand.is_stopped():  # by an interrupt of a call around this one
+                self.stop(Stop())
+
+    def _is_under_way(self, caller: Strand) -> bool:
+        return any(strand.run is self and not strand.has_ended for strand in caller.tree.strands)
+
+    def _end(self) -> bool:
+        """Forget the strands; whether there were some."""
+        strand, has_threads = HERE.strand, self._has_threads()
+        if strand is None:
+            return False
+        if has_threads and not self._inside:
+            above_slots(strand.tree.number)
+        strand.tree.remove(self)
+        if not self._inside:
+            HERE.strand = None
+        return has_threads
+
+    def meet(self, key: Any, index: int, come: Callable[[Any], Callable[[], bool]], make: Callable[[], Any]) -> Any:
+        if self.count > 1 and not self.has_met:
+            self._start_others()
+        strand = HERE.strand
+        assert strand is not None
+        if any(axis.run.interrupt is not None for axis in AXES.get()):
+            raise Stop
+        table = strand.tree.open
+        meeting = table.get(key) or table.setdefault(key, make())
+        is_over = come(meeting)
+        try:
+            strand.wait(is_over)
+        finally:
+            if is_over() and table.get(key) is meeting:  # the next one may be under way
+                del table[key]
+        if not is_over():
+            raise Stop
+        return meeting
+
+    def meetings(self) -> list[Any]:
+        return [] if HERE.strand is None else list(HERE.strand.tree.open.values())
+
+    def _start_others(self) -> None:
+        """Give those slots threads that have not begun."""
+        number = HERE.strand.tree.number if HERE.strand is not None else common_number(self.count - 1)
+        strand, left = strand_here(number), range(self._begun, self.count)
+        tree, threads = strand.tree, taken(len(left), number)
+        try:
+            others = [self._strand(tree, index, thread) for index, thread in zip(left, threads, strict=True)]
+            at = tree.strands.index(strand) + 1
+            tree.strands = [*tree.strands[:at], *others, *tree.strands[at:]]
+            self.has_met = True
+        finally:
+            if not self._has_threads():  # it was interrupted before
+                let_go(threads)
+
+    def _strand(self, tree: Tree, index: int, thread: SlotThread) -> Strand:
+        strand = Strand(tree, self)
+        job = partial(self._serve, index, strand, thread, tree.number, _thread.allocate_lock())
+        strand.begin = partial(thread.jobs.put, job)
+        return strand
+
+    def _serve(self, index: int, strand: Strand, thread: SlotThread, number: int, begun: Any) -> None:
+        """What the thread of a slot does. It may be told so twice."""
+        if not begun.acquire(False):
+            return
+        HERE.strand, HERE.states = strand, self._states
+        try:
+            advance(number)
+            for state in self._states:
+                state.resume()
+            self.ended[index] = "was interrupted"
+            if not strand.is_stopped():
+                del self.ended[index]
+                with self._state.restored():
+                    self.run_slot(index, self._context.copy())
+        except BaseException as error:
+            if is_forked(self.process):  # there is nothing else than this thread
+                traceback.print_exc()
+                os._exit(1)
+            self.errors.setdefault(index, error)
+        finally:
+            for state in reversed(self._states):
+                state.pause()
+            HERE.strand, HERE.states = None, ()
+            strand.tree.number = max(strand.tree.number, torch_private.get_sequence_nr())
+            leave(thread)
+            strand.end()

@@ -1,0 +1,111 @@
+"""Threads for slots that meet, which stay for later calls, and the numbers that autograd gives to what they record.
+
+A backward takes the node with the highest number first, and each thread counts for itself. So that sums have the same
+order, and the same bits, in each run, the threads of a call begin with the same number, and its caller is above them by
+more than a slot records. Numbers below `FLOOR` are for what slots meet in, inside torch.func.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+import torch
+
+from fdp._placement.slot import start_apart
+from fdp._trees import torch_private
+
+FLOOR = 8192
+_ABOVE = 8192  # by how much a caller is above its slots
+_MOST = 2**16  # nodes that are made at once
+_BEGINNING = torch.zeros(0, device="cpu", requires_grad=True)
+
+Body = Callable[[], None]
+
+
+class SlotThread:
+    """A thread that waits for the next thing to do. `number` is that of the next node that it records."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[Body | None] = SimpleQueue()
+        self.number = 0
+        start_apart(threading.Thread(target=self._serve, name="fdp-slot", daemon=True))
+
+    def _serve(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job  # an idle thread keeps nothing alive
+
+
+_IDLE: list[SlotThread] = []
+
+
+def above_slots(number: int = FLOOR) -> None:
+    """Let this thread, which makes calls, be above slots that have come to a number."""
+    if torch_private.get_sequence_nr() < number + _ABOVE and torch.is_grad_enabled():
+        advance(number + _ABOVE)
+
+
+def common_number(count: int) -> int:
+    """What so many threads can begin with, below this one: new ones with the lowest."""
+    most = torch_private.get_sequence_nr() - _ABOVE
+    numbers = sorted(thread.number for thread in list(_IDLE) if thread.number <= most)
+    return max(FLOOR, numbers[-1]) if len(numbers) >= count else FLOOR
+
+
+def taken(count: int, number: int) -> list[SlotThread]:
+    """So many threads, none of which has come further than that number."""
+    found = _idle(count, lambda thread: thread.number <= number)
+    for thread in _idle(count - len(found), lambda thread: True):  # numbers do not go back: others take their places
+        thread.jobs.put(None)
+    try:
+        while len(found) < count:
+            found.append(SlotThread())
+    except RuntimeError:  # there can be no more threads
+        let_go(found)
+        raise
+    return found
+
+
+def _idle(count: int, fits: Callable[[SlotThread], bool]) -> list[SlotThread]:
+    found: list[SlotThread] = []
+    for thread in list(_IDLE):
+        if len(found) < count and fits(thread):
+            with contextlib.suppress(ValueError):  # another call was faster
+                _IDLE.remove(thread)
+                found.append(thread)
+    return found
+
+
+def let_go(threads: Iterable[SlotThread]) -> None:
+    """They have not begun anything."""
+    _IDLE.extend(threads)
+
+
+def leave(thread: SlotThread) -> None:
+    """This thread has nothing more to do. Called by itself."""
+    thread.number = torch_private.get_sequence_nr()
+    _IDLE.append(thread)
+
+
+def advance(number: int) -> None:
+    """Let the next node of this thread have at least that number."""
+    missing = number - torch_private.get_sequence_nr()
+    if missing <= 0:
+        return
+    with torch_private.without_transforms(), torch.inference_mode(False), torch.enable_grad():
+        while missing > 0:
+            some = _BEGINNING.neg()
+            if missing > 1:
+                torch_private.foreach_zero_([some] * min(missing - 1, _MOST))
+            missing = number - torch_private.get_sequence_nr()
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads."""
+    _IDLE.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,51 @@
+"""What a function is known by: plans are kept by it, and processes compare it."""
+
+import functools
+import types
+import weakref
+import zlib
+from typing import Any
+
+from fdp._trees.tracebacks import inside_boundary
+
+
+def how_called(fn: Any) -> Any:
+    """What says, beside its identity, which arguments a function takes."""
+    given = []
+    while isinstance(fn, functools.partial):
+        given.append((len(fn.args), tuple(fn.keywords)))
+        fn = fn.func
+    return type(fn), *given
+
+
+def identity(fn: Any) -> Any:
+    """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
+    if type(fn) is types.FunctionType and not fn.__dict__ and fn.__module__ != _FUNCTIONAL:  # as of most
+        return fn.__code__
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if type(fn) is types.FunctionType:
+        fn = inside_boundary(fn)
+    # What `functional` makes has the same code for every module.
+    own = hasattr(fn, "_torchdynamo_orig_callable") or getattr(fn, "__module__", None) == _FUNCTIONAL
+    key = fn if own else getattr(fn, "__code__", fn)
+    if isinstance(type(key).__eq__, types.FunctionType):  # one of the user's, which may raise
+        return type(key)
+    try:
+        hash(weakref.ref(key))
+    except TypeError:  # an object without a hash, or that nothing can refer to weakly
+        return type(key)
+    return key
+
+
+_FUNCTIONAL = "fdp.nn._functional"
+
+
+def name_of(fn: Any) -> str:
+    """What a function is called in every run of a program."""
+    key = identity(fn)
+    code = key if isinstance(key, types.CodeType) else getattr(key, "__code__", None)
+    if isinstance(code, types.CodeType):
+        return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {zlib.crc32(code.co_code)}"
+    kind = key if isinstance(key, type) else type(key)
+    return f"{kind.__module__}.{kind.__qualname__}"

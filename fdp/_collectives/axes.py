@@ -65,7 +65,7 @@ def check_can_meet(axis: Axis, where: str) -> None:
             f"{where}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
             "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
         )
-    if BESIDE.get() and innermost is not axis:
+    if BESIDE.get() and any(other.run.count > 1 for other in AXES.get()[AXES.get().index(axis) + 1 :]):
         raise RuntimeError(
             f"{where}: executor='threads': a collective over axis {axis.slot.axis_name!r}, which is further out. Pass "
             "executor='sequential' there"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._execution.baton import HERE
-from fdp._execution.guards import install
+from fdp._execution.guards import BESIDE, install
 from fdp._execution.in_order import InOrder
 from fdp._execution.process_lock import is_held_here
 from fdp._execution.run import Failures, Take
@@ -49,7 +49,7 @@ def why_in_order(mode: Mode, shards: int) -> str | None:
         return f"executor={mode.executor!r}"
     if mode.seed is not None:
         return "they are seeded, and take turns with torch's one generator of the CPU"
-    if AXES.get() or HERE.states or is_held_here():
+    if AXES.get() or BESIDE.get() or HERE.states or is_held_here():
         return "the call is inside another one"
     return why_not_beside()
 

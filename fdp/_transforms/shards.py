@@ -13,7 +13,7 @@ import torch
 
 from fdp._execution.executor import Mode, run, run_all
 from fdp._placement.partition import Partition
-from fdp._placement.slot import AXES, Slot
+from fdp._placement.slot import AXES, Slot, outside_slots
 from fdp._transforms.call import Shard
 from fdp._transforms.shard_grad import (
     Forward,
@@ -77,7 +77,8 @@ class ShardGradients(NamedTuple):
             found = forward(self.problem, self.shards[batch[k]], aliases[k])
             if AXES.get()[-1].run.has_met or peers.ends():
                 return found
-            return joint(where, [found], [self.shares[batch[k]]()], graph, [])[0]
+            with outside_slots():
+                return joint(where, [found], [self.shares[batch[k]]()], graph, [])[0]
 
         met: list[Forward] = []
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fdp._execution.collate import Collate, collate_none
-from fdp._execution.sample_seeds import keeping_generators, positions, seed_generators
 from fdp._placement.slot import fold_in
 from fdp._trees.types import Tree
+from fdp.data.collate import Collate, collate_none
+from fdp.data.sample_seeds import keeping_generators, positions, seed_generators
 
 Thread = tuple[int, int]
 

@@ -5,14 +5,12 @@ import hashlib
 import numbers
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
 from fdp._execution.alone import be_alone
-from fdp._execution.noted_draws import Notes
 from fdp._execution.random import KeptGenerators, OwnGenerators
-from fdp._execution.row_draws import Draws
 from fdp._execution.scheduler import this_participant
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import EXCLUSIVE, IN_ORDER, Slot, fold_in
@@ -20,12 +18,19 @@ from fdp._trees import torch_private
 from fdp._trees.types import Randomness
 
 
+class SlotDraws(Protocol):
+    """What a shard of a call draws."""
+
+    def mode(self, seed: int, slot: Slot) -> Any:
+        """A context in which the shard runs; its `ended` takes what that has returned."""
+
+
 class Seed(NamedTuple):
     """A seed of the caller's, with the draws of a whole batch where `randomness` is "rows"."""
 
     number: int
     randomness: Randomness = "different"
-    draws: Draws | Notes | None = None
+    draws: SlotDraws | None = None
 
     def of(self, slot: Slot) -> int:
         """What a shard begins with. The first microbatch draws as the whole shard would."""

@@ -79,8 +79,7 @@ def test_l16_rows_that_move_are_right_or_refused(moves: list[str], name: str, sl
         try:
             found.append(fdp.dp_apply(step, W, rows(count), devices, seed=3, randomness="rows"))
         except RuntimeError as error:
-            assert re.search(r"(refused, not followed|Put the rows first)\. .*draw the noise for the", str(error))
+            if re.search(r"(refused, not followed|Put the rows first)\. .*draw the noise for the", str(error)) is None:
+                raise
             found.append(None)
-    assert (found[0] is None) == (found[1] is None)
-    if found[0] is not None:
-        close(*found)
+    close(*found)

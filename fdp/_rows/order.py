@@ -18,7 +18,7 @@ from fdp._rows.numbered import Called, names, where_called
 from fdp._trees.tree import tensors_in
 from fdp._trees.untraced import leave_alone
 
-_OUTSIDE = "draw the noise for the whole batch outside of the function, and pass it as an argument that is split by rows"
+_OUTSIDE = "draw the noise for the whole batch outside of the function, and pass it as an argument that is split"
 MOVED = (
     "is for rows that {how} has reordered, cut or joined. That is refused, not followed. Draw before that. Or "
     + _OUTSIDE

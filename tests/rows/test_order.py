@@ -69,7 +69,7 @@ def numbers_that_are_changed(w: Tensor, x: Tensor) -> Tensor:
 
 def written_by_a_list(w: Tensor, x: Tensor) -> Tensor:
     turned = torch.zeros_like(x)
-    torch._foreach_copy_([turned], [x.flip(0)])
+    torch.ops.aten._foreach_copy_([turned], [x.flip(0)])
     return F.dropout(turned).flip(0)
 
 
@@ -102,7 +102,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-WAY_OUT = "draw the noise for the whole batch outside of the function, and pass it as an argument that is split by rows"
+WAY_OUT = "draw the noise for the whole batch outside of the function, and pass it as an argument that is split"
 CUT = "has reordered, cut or joined"
 NOISE = "is reordered, cut or joined by {}.* before it has met its rows"
 REFUSED: dict[str, tuple[Program, str]] = {

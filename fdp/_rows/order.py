@@ -121,9 +121,9 @@ class RowOrder:
             is_written = any(x is tensor for x in written)
             if func.is_view and given and not is_written:
                 self._note_view(made)
-            if name == "arange" and tensor.shape == (self._rows,) and values.get("start", 0) == 0:
-                self._counted.update([id(tensor)] if values.get("step", 1) == 1 else ())
             self._keep(tensor, self._after(made) if given else Rows({}), is_written)
+            if self._counts(made):
+                self._counted.add(id(tensor))
 
     # ---- what is known of tensors
 
@@ -140,12 +140,18 @@ class RowOrder:
             self._known[id(tensor)] = Rows(self._in_order(tensor))
         return self._known[id(tensor)]
 
+    def _counts(self, made: MadeOf) -> bool:
+        """Whether it is 0, 1, 2, ... for all rows, along whatever dim."""
+        if made.name == "arange":
+            step = made.values.get("start", 0), made.values.get("step", 1)
+            return made.tensor.shape == (self._rows,) and step == (0, 1)
+        is_same = made.name in _SAME_NUMBERS and made.tensor.numel() % self._rows == 0
+        return is_same and made.tensor.dtype in (torch.int32, torch.int64) and id(made.given[0]) in self._counted
+
     def _note_view(self, made: MadeOf) -> None:
         view, source = made.tensor, made.given[0]
         root = self._roots[id(view)] = self._roots.get(id(source), source)
         self._views.setdefault(id(root), [root]).append(view)
-        if id(source) in self._counted:
-            self._counted.add(id(view))
         if made.name == "select" and source.shape[made.values["dim"]] == self._rows:
             self._places[id(view)] = made.values["index"] % self._rows
         elif id(source) in self._places:
@@ -308,6 +314,7 @@ def _count(rows: int, tensor: torch.Tensor) -> int:
 
 _VIEWS = names("view _unsafe_view _reshape_alias view_copy reshape _reshape_copy")
 _OVERWRITES = names("copy_ fill_ zero_")
+_SAME_NUMBERS = names("unsqueeze view expand slice alias detach _to_copy")
 _CUTS = names("slice select split split_with_sizes unsafe_split unsafe_split_with_sizes unbind cat")
 _ALONG = names(
     "flip roll rot90 sort topk unfold diagonal gather index_select index_copy index_copy_ index_add index_add_ "

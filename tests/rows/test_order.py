@@ -125,6 +125,10 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "rows the other way round": (lambda w, x: F.dropout(torch.stack(x.unbind()[::-1])).flip(0), CUT),
     "last row first": (lambda w, x: F.dropout(torch.cat([x[-1:], x[:-1]])).roll(-1, 0), CUT),
     "numbers from the end": (lambda w, x: F.dropout(x[torch.arange(len(x) - 1, -1, -1)]).flip(0), CUT),
+    "numbers that are cut": (
+        lambda w, x: F.dropout(torch.cat([x[torch.arange(len(x))[1:]], x[torch.arange(len(x))[:1]]])).roll(1, 0),
+        CUT,
+    ),
     "numbers that are changed": (numbers_that_are_changed, CUT),
     "a lookup": (lambda w, x: F.dropout(F.embedding(x[:, 0, 0].argsort(), x.flatten(1))).view_as(x), CUT),
     "put in another order": (
@@ -218,6 +222,7 @@ KEPT: dict[str, Program] = {
     "expand": lambda w, x: F.dropout(x[:, None].expand(-1, 3, -1, -1).reshape(-1, 6, 8)).unflatten(0, (-1, 3)).sum(1),
     "samples first": lambda w, x: ((x + uniform(3, *x.shape)).flatten(0, 1) @ w).view(3, *x.shape).mean(0),
     "a place of each row": lambda w, x: x + F.dropout(x[torch.arange(len(x)), -1])[:, None],
+    "numbers of another kind": lambda w, x: F.dropout(x[torch.arange(len(x), dtype=torch.int32).long()[:, None], :1]),
     "heads": lambda w, x: F.dropout(x.view(-1, 6, 2, 4).transpose(1, 2).reshape(-1, 6, 4) @ w[:4, :4]).view_as(x),
     "some columns": lambda w, x: x * uniform(len(x), 6).argsort(1)[..., None],
     "filled in place": lambda w, x: torch.zeros(8, 6, len(x), dtype=x.dtype).permute(2, 1, 0).normal_() + x,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._rows.numbered import Called, names, where_called
+from fdp._rows.moving import OVERWRITES, VIEWS, MadeOf, counts, moves, row_dims
+from fdp._rows.numbered import Called, where_called
 from fdp._trees.tree import tensors_in
 from fdp._trees.untraced import leave_alone
 
@@ -52,19 +53,6 @@ class Rows(NamedTuple):
     turns: dict[int, "int | Moved"]
     part: "int | Moved | None" = None
     noise: frozenset[int] = frozenset()
-
-
-class MadeOf(NamedTuple):
-    """A tensor, and the operation that has made it."""
-
-    tensor: torch.Tensor
-    given: Sequence[torch.Tensor]
-    func: Any
-    values: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.func.__name__.split(".")[0]
 
 
 class RowOrder:
@@ -113,7 +101,7 @@ class RowOrder:
         given = [x for x in tensors_in((args, kwargs)) if id(x) not in outs]
         if name.startswith("new_") or name.endswith("_like"):
             given = []  # of which only the shape is taken
-        elif name in _OVERWRITES:
+        elif name in OVERWRITES:
             given = given[1:]
         tensors = {id(x): x for x in (*written, *results) if isinstance(x, torch.Tensor)}
         for tensor in tensors.values():
@@ -122,7 +110,7 @@ class RowOrder:
             if func.is_view and given and not is_written:
                 self._note_view(made)
             self._keep(tensor, self._after(made) if given else Rows({}), is_written)
-            if self._counts(made):
+            if counts(made, self._rows, self._counted):
                 self._counted.add(id(tensor))
 
     # ---- what is known of tensors
@@ -139,14 +127,6 @@ class RowOrder:
             self._kept.append(tensor)
             self._known[id(tensor)] = Rows(self._in_order(tensor))
         return self._known[id(tensor)]
-
-    def _counts(self, made: MadeOf) -> bool:
-        """Whether it is 0, 1, 2, ... for all rows, along whatever dim."""
-        if made.name == "arange":
-            step = made.values.get("start", 0), made.values.get("step", 1)
-            return made.tensor.shape == (self._rows,) and step == (0, 1)
-        is_same = made.name in _SAME_NUMBERS and made.tensor.numel() % self._rows == 0
-        return is_same and made.tensor.dtype in (torch.int32, torch.int64) and id(made.given[0]) in self._counted
 
     def _note_view(self, made: MadeOf) -> None:
         view, source = made.tensor, made.given[0]
@@ -203,9 +183,10 @@ class RowOrder:
         if made.name in ("cat", "stack") and self._joins_items(made):
             sizes = self._sizes(made.tensor)
             return Rows(dict.fromkeys(sizes, 1))
-        if self._moves(made):
+        has_rows = any(own.turns or own.part is not None for own in map(self._of, made.given))
+        if has_rows and moves(made, self._rows, self._counted):
             return self._moved_by(made)
-        return self._viewed(made) if made.name in _VIEWS else self._met(made)
+        return self._viewed(made) if made.name in VIEWS else self._met(made)
 
     def _met(self, made: MadeOf) -> Rows:
         """Rows stay where they are. Beside others they are in no order, and so in a dim of a size that is new."""
@@ -216,20 +197,20 @@ class RowOrder:
                 turns[size] = found.pop()
             elif found or any(own.turns or own.part is not None for own in each):
                 known = next((x for x in found if isinstance(x, Moved)), None)
-                moved = turns[size] = known or self._move(made_by(made))
+                moved = turns[size] = known or self._move(made.how())
                 why = INSIDE if found and known is None else MOVED.format(how=moved.how)
                 self._refuse([i for own in each if size in own.turns or not found for i in own.noise], why)
         parts = {own.part for own in each} - {None}
-        part = parts.pop() if len(parts) == 1 else self._move(made_by(made)) if parts else None
+        part = parts.pop() if len(parts) == 1 else self._move(made.how()) if parts else None
         settled = {size for own in each if not own.noise for size in own.turns}
         noise = frozenset[int]().union(*(own.noise for own in each if not own.turns.keys() & settled))
         return Rows(turns, part, noise if turns or part is not None else frozenset())
 
     def _moved_by(self, made: MadeOf) -> Rows:
-        moved = self._move(made_by(made))
+        moved = self._move(made.how())
         for x in made.given:
             self._refuse(self._of(x).noise, NOISE_MOVED.format(how=moved.how))
-        is_cut = _count(self._rows, made.tensor) < max(_count(self._rows, x) for x in made.given)
+        is_cut = row_dims(made.tensor, self._rows) < max(row_dims(x, self._rows) for x in made.given)
         return Rows(dict.fromkeys(self._sizes(made.tensor), moved), moved if is_cut else None)
 
     def _viewed(self, made: MadeOf) -> Rows:
@@ -259,72 +240,5 @@ class RowOrder:
         parts = [self._of(x).part for x in made.given]
         return parts == list(range(self._rows)) and len({x.shape for x in made.given}) == 1
 
-    def _moves(self, made: MadeOf) -> bool:
-        """Whether it reorders, cuts or joins rows, or may do so."""
-        each = [self._of(x) for x in made.given]
-        if not any(own.turns or own.part is not None for own in each):
-            return False
-        if made.func.namespace not in ("aten", "prim", "prims") or made.name in _ANYHOW or "_foreach" in made.name:
-            return True
-        if made.name in _CUTS and made.tensor.shape == made.given[0].shape:
-            return False
-        sources = made.given if made.name == "cat" else made.given[:1]
-        return any(x.shape[i] in self._sizes(x) for i in self._along(made) for x in sources if -x.ndim <= i < x.ndim)
-
-    def _along(self, made: MadeOf) -> Iterable[int]:
-        """The dims along which it moves elements."""
-        values, source = made.values, made.given[0]
-        if made.name in _FIXED:
-            return _FIXED[made.name]
-        if made.name == "repeat":
-            return [i for i in range(-source.ndim, 0) if values["repeats"][i] != 1]
-        if made.name == "constant_pad_nd":
-            return [-1 - i // 2 for i, count in enumerate(values["pad"]) if count]
-        if made.name in _BY_INDICES:
-            return self._indexed(made)
-        if made.name not in _CUTS | _ALONG:
-            return ()
-        if "dims" in values:
-            return values["dims"] or range(source.ndim)  # roll of all as one
-        return [values[name] for name in ("dim", "dimension", "dim1", "dim2") if name in values]
-
-    def _indexed(self, made: MadeOf) -> list[int]:
-        """A mask is for several dims. One that says where a single value is written leaves rows in their places."""
-        along, i, values = [], 0, made.values.get("values")
-        for index in made.values["indices"]:
-            if index is None:
-                i += 1
-                continue
-            is_mask = index.dtype in (torch.bool, torch.uint8)
-            dims = range(i, i + (index.ndim if is_mask else 1))
-            is_each = id(index) in self._counted and made.given[0].shape[i] == self._rows
-            is_filled = is_mask and values is not None and values.numel() == 1
-            along += [] if is_each or is_filled else dims
-            i = dims.stop
-        return along
-
-
-def made_by(made: MadeOf) -> str:
-    return f"{made.func}{where_called()}"
-
-
-def _count(rows: int, tensor: torch.Tensor) -> int:
-    return sum(bool(n) and n % rows == 0 for n in tensor.shape)
-
-
-_VIEWS = names("view _unsafe_view _reshape_alias view_copy reshape _reshape_copy")
-_OVERWRITES = names("copy_ fill_ zero_")
-_SAME_NUMBERS = names("unsqueeze view expand slice alias detach _to_copy")
-_CUTS = names("slice select split split_with_sizes unsafe_split unsafe_split_with_sizes unbind cat")
-_ALONG = names(
-    "flip roll rot90 sort topk unfold diagonal gather index_select index_copy index_copy_ index_add index_add_ "
-    "index_fill index_fill_ index_reduce index_reduce_ scatter scatter_ scatter_add scatter_add_ scatter_reduce "
-    "scatter_reduce_ slice_scatter select_scatter diagonal_scatter"
-)
-_BY_INDICES = names("index _unsafe_index index_put index_put_ _index_put_impl_ _unsafe_index_put _unsafe_masked_index")
-_ANYHOW = names("take put put_ masked_scatter masked_scatter_ as_strided as_strided_ as_strided_scatter resize_ set_")
-_FIXED = {"embedding": (0,), "channel_shuffle": (1,), "native_channel_shuffle": (1,)} | dict.fromkeys(
-    ("pixel_shuffle", "pixel_unshuffle"), (-3, -2, -1)
-)
 
 leave_alone(globals())

@@ -10,7 +10,6 @@ import torch
 
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
-from fdp._placement.moves import bytes_of
 
 Result = TypeVar("Result")
 
@@ -33,16 +32,6 @@ def seed_generators(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)  # it takes 32 bits; a list of more takes ten times as long
-
-
-def positions() -> list[object]:
-    """Where they are: equal if nothing was drawn in between."""
-    found: list[object] = [bytes_of(torch.default_generator.get_state()), random.getstate()]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found += [name, keys.tobytes(), rest]
-    return found
 
 
 def _remembered() -> Callable[[], None]:

@@ -7,6 +7,7 @@ no thread is started. Kernels on accelerators are asynchronous, so shards on dif
 import _thread
 import contextvars
 import os
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,8 @@ class InOrder(Run):
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         super().__init__(tasks, slots, peers)
         self._begun = 0  # how many slots have begun in the caller's thread
-        self._inside = HERE.strand is not None
+        here = threading.get_ident()
+        self._is_root = not any(type(axis.run) is InOrder and axis.thread == here for axis in AXES.get())
         if self.count > 1:
             above_slots()
             self._context, self._states = contextvars.copy_context(), HERE.states
@@ -84,19 +86,20 @@ class InOrder(Run):
         strand, has_threads = HERE.strand, self._has_threads()
         if strand is None:
             return False
-        if has_threads and not self._inside:
+        if has_threads and self._is_root:
             above_slots(strand.tree.number)
         strand.tree.remove(self)
-        if not self._inside:
+        if self._is_root:
             HERE.strand = None
         return has_threads
 
     def meet(self, key: Any, index: int, come: Callable[[Any], Callable[[], bool]], make: Callable[[], Any]) -> Any:
-        if self.count > 1 and not self.has_met:
-            self._start_others()
+        axes = AXES.get()
+        for axis in axes[[axis.run for axis in axes].index(self) :]:  # those inside wait with this slot
+            axis.run._start_others()
         strand = HERE.strand
         assert strand is not None
-        if any(axis.run.interrupt is not None for axis in AXES.get()):
+        if any(axis.run.interrupt is not None for axis in axes):
             raise Stop
         table = strand.tree.open
         meeting = table.get(key) or table.setdefault(key, make())
@@ -115,6 +118,8 @@ class InOrder(Run):
 
     def _start_others(self) -> None:
         """Give those slots threads that have not begun."""
+        if self.has_met or self.count == 1:
+            return
         number = HERE.strand.tree.number if HERE.strand is not None else common_number(self.count - 1)
         strand, left = strand_here(number), range(self._begun, self.count)
         tree, threads = strand.tree, taken(len(left), number)

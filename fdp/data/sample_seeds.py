@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fdp._execution.generators import put_states, states_of
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
 
@@ -36,11 +37,8 @@ def seed_generators(seed: int) -> None:
 
 def _remembered() -> Callable[[], None]:
     """Puts back the states that are there now."""
-    torch_state, state, numpy = torch.default_generator.get_state(), random.getstate(), sys.modules.get("numpy")
-    restores: list[Callable[[], Any]] = [
-        partial(torch.default_generator.set_state, torch_state),
-        partial(random.setstate, state),
-    ]
+    own, state, numpy = [torch.default_generator], random.getstate(), sys.modules.get("numpy")
+    restores: list[Callable[[], Any]] = [partial(put_states, own, states_of(own)), partial(random.setstate, state)]
     if numpy is not None:
         restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
 

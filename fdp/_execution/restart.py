@@ -5,7 +5,6 @@
 | `Together` | `_collectives.meeting` | `_collectives.run`: all slots alive at once |
 | `InOrder` | `_execution.threads`, by what only one thread can use | `_execution.threads`: one shard after the other |
 | `Again` | `_collectives.run` | `_transforms.differentiate` and `nn._data_parallel`: the whole call |
-| `Anew` | `distributed._known`: processes have to agree in full | `_transforms.differentiate`: the whole call |
 """
 
 from typing import Any
@@ -40,10 +39,6 @@ class Again(Restart):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
-
-
-class Anew(Restart):
-    """Raised by a call that has relied on what is known of other processes, and cannot: it begins anew, in full."""
 
 
 def forget_restarts(error: BaseException) -> None:

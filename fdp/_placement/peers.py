@@ -48,7 +48,6 @@ class Summed(Protocol):
     sent_as: torch.dtype | None
 
     def sums(self) -> list[Tensor]: ...
-    def before(self) -> list[Tensor | None] | None: ...
     def ours(self) -> list[bool]: ...
     def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
 
@@ -96,12 +95,6 @@ class PeerCall:
 
     def again(self, where: str) -> contextlib.AbstractContextManager[object]:
         """As a context: slots that have met run once more, such as for a backward."""
-        return NOTHING
-
-    def during_backward(
-        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
-    ) -> contextlib.AbstractContextManager[object]:
-        """As a context: around the last backward of this process, of `loss`. What `leaves` get goes to `gradients`."""
         return NOTHING
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:

@@ -1,6 +1,5 @@
 """How a loss over a batch is differentiated: checked settings, and the call that they describe."""
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from fdp._execution.executor import Mode
-from fdp._execution.restart import Anew, forget_restarts
+from fdp._execution.restart import forget_restarts
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
@@ -118,8 +117,6 @@ class Differentiation:
         """The value, aux and gradients."""
         with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
             try:
-                with contextlib.suppress(Anew):
-                    return self._compute_here(args, kwargs)
                 return self._compute_here(args, kwargs)
             except BaseException as error:
                 forget_restarts(error)
@@ -171,14 +168,13 @@ class Differentiation:
             gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
 
         problem = Problem(self.where, self.fn, positions, self.has_aux)
-        watch = functools.partial(call.peers.during_backward, gradients)
         if self.create_graph and not is_tracking():
             raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
         weights = weights_of(problem, call, shards, self.reduction, self.count)
         shares = [functools.partial(weights.share, i) for i in range(len(shards))]
         mode = Mode(self.executor, seed, self.fn, peers=call.peers, timings=call.plan.timings)
         ShardGradients(problem, call.partition, shards, shares, call.places(), mode, self.create_graph).run(
-            check.given, take, watch
+            check.given, take
         )
         check.check(self.where)
         if self.create_graph is None and aliases and all(is_unused) and any(out.loss.requires_grad for out in outs):

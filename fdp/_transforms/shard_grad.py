@@ -14,7 +14,6 @@ from fdp._execution.patches import is_forward_mode
 from fdp._execution.returned import noting
 from fdp._transforms.call import Shard, call_shard
 from fdp._trees import torch_private
-from fdp._trees.profiling import NOTHING
 from fdp._trees.registry import flattened
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Function, Tree
@@ -129,20 +128,13 @@ def recording() -> contextlib.AbstractContextManager[object]:
 _DIFFERENTIATES_IN_INFERENCE_MODE = torch.__version__ >= "2.12"
 
 
-Watch = Callable[[torch.Tensor, Sequence[torch.Tensor]], contextlib.AbstractContextManager[object]]
-
-
 def joint(
     where: str,
     forwards: Sequence[Forward],
     seeds: Sequence[float],
     create_graph: bool | None,
-    watch: Watch | None = None,
 ) -> list[ShardResult]:
-    """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread.
-
-    `watch` is around that of one shard, if it leads to its inputs only.
-    """
+    """One backward through the losses of several shards, which lets autograd serve each accelerator by a thread."""
     graph = bool(create_graph)
     if create_graph is None:
         graph = torch.is_grad_enabled() and any(map(_reaches_outside, forwards))
@@ -162,9 +154,7 @@ def joint(
         roots += ends
         given += map(torch.zeros_like, ends)
         inputs += aliases if anchor.start is None else (*aliases, anchor.start)
-    is_watched = watch is not None and len(forwards) == 1 and len(roots) == 1 and not graph
-    with watch(roots[0], inputs) if watch is not None and is_watched else NOTHING:
-        found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph) if inputs else ())
+    found = iter(torch_private.gradients(roots, inputs, given, create_graph=graph) if inputs else ())
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     results = []
     for is_live, (out, aliases, own, anchor) in zip(live, forwards, strict=True):

@@ -19,7 +19,6 @@ from fdp._transforms.call import Shard
 from fdp._transforms.shard_grad import (
     Problem,
     ShardResult,
-    Watch,
     forward,
     is_tracking,
     joint,
@@ -41,12 +40,10 @@ class ShardGradients(NamedTuple):
     mode: Mode
     create_graph: bool | None
 
-    def run(self, given: Sequence[torch.Tensor], take: Take, watch: Watch) -> None:
-        """Let `take` have what comes of each, in order. `watch` is around the last backward, if there is one."""
+    def run(self, given: Sequence[torch.Tensor], take: Take) -> None:
+        """Let `take` have what comes of each, in order."""
         if needs_transform(given):
             return self._run(take, [partial(transformed, self.problem, x, self.create_graph) for x in self.shares])
-        last = watch if len(set(self.partition.slots)) == 1 else None
-        watches = [None] * (len(self.shards) - 1) + [last] * bool(self.shards)
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
         graph = True if attached else self.create_graph
         seed, devices = self.mode.seed, self.partition.devices
@@ -54,17 +51,15 @@ class ShardGradients(NamedTuple):
         if draws_rows or meets(self.mode.fn) or all(device.type in ("cpu", "meta") for device in devices):
             # Backwards on the CPU run in the calling thread anyway, and so a shard's graph is gone before the next.
             alone = partial(_alone, self.problem, attached, graph)
-            return self._run(take, [partial(alone, *pair) for pair in zip(self.shares, watches, strict=True)])
-        if not self._in_one_backward(take, watches, attached=attached, graph=graph):
-            self.run(given, take, watch)
+            return self._run(take, [partial(alone, share) for share in self.shares])
+        if not self._in_one_backward(take, attached=attached, graph=graph):
+            self.run(given, take)
 
     def _run(self, take: Take, runs: Sequence[Callable[[Shard], ShardResult]]) -> None:
         tasks = [Task(each, shard) for each, shard in zip(runs, self.shards, strict=True)]
         run(tasks, self.slots, self.mode, take)
 
-    def _in_one_backward(
-        self, take: Take, watches: Sequence[Watch | None], *, attached: bool, graph: bool | None
-    ) -> bool:
+    def _in_one_backward(self, take: Take, *, attached: bool, graph: bool | None) -> bool:
         """All forwards, then one backward; False if slots meet, for whom it would wait."""
         where, slots = self.problem.where, self.slots
         own = partial(forward, self.problem, attached=attached, graph=graph)
@@ -76,7 +71,7 @@ class ShardGradients(NamedTuple):
                 losses = run_all([forwards[i] for i in batch], own_slots, self.mode._replace(apart=True))
                 with _noting(own_slots):
                     seeds = [self.shares[i]() for i in batch]
-                    results = joint(where, losses, seeds, graph, watches[batch[-1]])[::-1]
+                    results = joint(where, losses, seeds, graph)[::-1]
                 taken = True
                 for i in batch:
                     take(i, results.pop())  # which lets go of each: it may then be added to in place
@@ -93,11 +88,10 @@ def _alone(
     attached: bool,
     create_graph: bool | None,
     share: Callable[[], float],
-    watch: Watch | None,
     shard: Shard,
 ) -> ShardResult:
     found = forward(problem, shard, attached=attached, graph=create_graph)
-    return joint(problem.where, [found], [share()], create_graph, watch)[0]
+    return joint(problem.where, [found], [share()], create_graph)[0]
 
 
 @contextlib.contextmanager

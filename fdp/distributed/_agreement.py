@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 
 from fdp._placement.slot import AXES
-from fdp.distributed._agreed import Table
 from fdp.distributed._processes import Processes, has_begun
 from fdp.distributed._session import Session, Tag
+from fdp.distributed._table import Table
 
 
 class Agreement:
@@ -36,9 +36,6 @@ class Agreement:
         self._answer: Table | BaseException | None = None
         self._asking = threading.Lock()
         self.has_met = False  # before the end
-        self._offer = 0
-        self.offers: set[int] = set()
-        """What each process has offered at the end."""
 
     @property
     def table(self) -> Table:
@@ -87,9 +84,9 @@ class Agreement:
         """A tag of this call, and of no other: a backward comes back to it, and may come to several in any order."""
         return Tag(name, repr((self.number, same)), lambda: f"call {self.number}\n{say()}")
 
-    def ends_with(self, tag: Tag, offer: int = 0) -> None:
-        """What has to be the same in all processes at the end, and a number that need not be."""
-        self._tag, self._offer = tag, offer
+    def ends_with(self, tag: Tag) -> None:
+        """What has to be the same in all processes at the end."""
+        self._tag = tag
 
     @contextlib.contextmanager
     def again(self, where: str) -> Iterator[None]:
@@ -106,7 +103,7 @@ class Agreement:
             error = own
             raise
         finally:
-            elsewhere, _ = session.end(Tag(where), error)
+            elsewhere = session.end(Tag(where), error)
             if elsewhere is not None and error is None:
                 raise elsewhere
 
@@ -129,10 +126,5 @@ class Agreement:
             return None  # nobody waits for this one
         elsewhere: BaseException | None = None
         if not whole and self.session is not None:
-            elsewhere, _ = self.session.end(self._tag, error)
-        comm = self.everybody.comm
-        found, numbers = self.everybody.end(self._tag, error or elsewhere, [self._offer, sum(comm.begun())])
-        self.offers = {offer for offer, _ in numbers}
-        if len({begun for _, begun in numbers}) > 1:
-            comm.catch_up(comm.objects(comm.begun(), self._tag.name))
-        return found or elsewhere
+            elsewhere = self.session.end(self._tag, error)
+        return self.everybody.end(self._tag, error or elsewhere) or elsewhere

@@ -16,11 +16,22 @@ from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag, meet
 
 
-def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
-    """The sum over processes of each; those that are `ours` may be overwritten where nothing differentiates."""
+def total(
+    comm: Communicator,
+    name: str,
+    tensors: Sequence[Tensor],
+    ours: Sequence[bool],
+    dtypes: Sequence[torch.dtype | None] | None = None,
+) -> list[Tensor]:
+    """The sum over processes of each.
+
+    Where nothing differentiates, those that are `ours` may be overwritten, and real numbers are sent as other `dtypes`.
+    """
     if not tensors:
         return []
-    return list(AllReduce.apply(comm, name, *tensors)) if is_tracked(tensors) else comm.sums(tensors, name, ours)
+    if is_tracked(tensors):
+        return list(AllReduce.apply(comm, name, *tensors))
+    return comm.sums(tensors, name, ours, dtypes)
 
 
 def is_tracked(tensors: Sequence[Tensor]) -> bool:

@@ -1,7 +1,5 @@
 """The part of a process in a call on a mesh."""
 
-import contextlib
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -23,26 +21,18 @@ from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._described import Digest, compared, described, number_of, said_of
-from fdp.distributed._ending import Ending
+from fdp.distributed._described import compared, said_of
 from fdp.distributed._join import PartialResult
-from fdp.distributed._known import KnownCall
-from fdp.distributed._overlap import hooked
-from fdp.distributed._processes import Processes, is_full, is_plain
+from fdp.distributed._processes import Processes
 from fdp.distributed._reduce import everywhere, over_processes
 from fdp.distributed._session import Tag
 
 
 @final
 class MeshCall(Agreement, PeerCall):
-    """See `PeerCall`. `flats` are the arguments of this process.
-
-    `digest` is that of its plan, if later calls may rely on what this one agrees on.
-    """
+    """See `PeerCall`. `flats` are the arguments of this process."""
 
     flats: Sequence[Flat] = ()
-    digest: Digest | None = None
-    _order: Sequence[int] = ()
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         return self.table.places(own) if self.is_active else []
@@ -78,20 +68,6 @@ class MeshCall(Agreement, PeerCall):
 
         return finish
 
-    def during_backward(
-        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
-    ) -> contextlib.AbstractContextManager[object]:
-        if self.digest is None or gradients.before() is None:
-            return contextlib.nullcontext()
-        self._order = order = []
-        return hooked(loss, leaves, lambda leaf, _: order.append(leaf))
-
-    def _agreed_order(self, count: int) -> Sequence[int]:
-        """In which order gradients became ready in the first process, as many as there are."""
-        own = [*dict.fromkeys(self._order), *sorted(set(range(count)).difference(self._order))]
-        sent = self.everybody.comm.share_bytes(struct.pack(f"<{count}i", *own), 0, f"the end of {self.where}")
-        return struct.unpack(f"<{count}i", sent)
-
     def reduce(
         self,
         loss: Joined,
@@ -108,26 +84,12 @@ class MeshCall(Agreement, PeerCall):
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
         part = PartialResult(shards, dims, rest.weights, rest.whole(), device, where, first=first)
-        digest = self.digest if self.table.is_whole and not self.has_met else None
-        ending = Ending(loss, aux, gradients, device, where) if digest is not None else None
-        packing = ending.packing(len(self.table.sizes)) if ending is not None and ending.is_plain else None
-        self.ends_with(part.tag(gradients.sums()), 0 if packing is None else number_of(repr(packing.sizes)))
+        self.ends_with(part.tag(gradients.sums()))
 
         def finish() -> tuple[Tensor, Tree]:
-            nonlocal packing
-            calls, plans = self.processes.calls, self.processes.plans
-            if digest is not None and ending is not None and packing is not None and len(self.offers) == 1:
-                order = self._agreed_order(len(gradients.sums())) if len(packing.buckets) > 1 else None
-                packing = ending.packing(len(self.table.sizes), order)
-                agreed = plans.add(digest, calls, self.table, packing, ending.kind, loss.whole())
-                found = ending.begin(agreed, calls)()
-                assert found is not None
-                return found
-            if self.digest is not None:
-                plans.forget(self.digest)
             ours = gradients.ours()  # before others refer to them
             with self.everybody.comm.to_the_end():
-                (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours)
+                (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours, gradients.sent_as)
             gradients.replace_sums(sums)
             return value, aux
 
@@ -177,26 +139,10 @@ class MeshCall(Agreement, PeerCall):
 def begin(
     processes: Processes, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
 ) -> tuple[PeerCall, Partition]:
-    """Agree with the other processes on a call, and leave this one without shards if it has no rows.
-
-    Where all have agreed on the plan before, and this process has as many shards as then, nothing is said.
-    """
+    """Agree with the other processes on a call, and leave this one without shards if it has no rows."""
     partition, rows = plan.partition, _rows(processes, plan.partition, flats)
-    digest = None
-    if (
-        partition.sizes is not None and is_plain() and same["randomness"] != "rows"
-    ):  # which must know whose rows are whose
-        found = described(where, plan, flats, same)
-        digest = None if found.requires_grad and torch.is_grad_enabled() else found.digest
-    agreed = None if digest is None or is_full() else processes.plans.find(digest)
-    if agreed is not None:
-        number = number_of(f"{agreed.call} {agreed.whole} {processes.calls} {same['seed']}")
-        known = KnownCall(where, agreed, number)
-        if len(rows) == agreed.table.counts[processes.comm.rank]:
-            return known, partition
-        known.send_nothing()
     call = MeshCall(processes, where, compared(flats, same), rows, partial(said_of, flats, same))
-    call.flats, call.digest = flats, digest
+    call.flats = flats
     return call, partition if call.is_active else Partition((), (), None if partition.sizes is None else ())
 
 

@@ -98,47 +98,15 @@ class PartialResult:
 
         return Tag(f"the end of {self._where}", repr((self.kind, needs, added)), say)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all that goes through processes are sums of tensors."""
-        return self._flat is not None and all(
-            isinstance(leaf, Tensor)
-            and (type(spec) is int or spec in ("sum", "stack", "list") or (spec == "mean" and is_inexact(leaf)))
-            for leaf, spec in zip(self._flat.leaves, self._flat.specs, strict=True)
-        )
-
-    @property
-    def summed(self) -> list[int]:
-        """The leaves that are sums over all processes."""
-        specs = () if self._flat is None else self._flat.specs
-        return [
-            i
-            for i, (leaf, spec) in enumerate(zip(self._leaves, specs, strict=True))
-            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
-        ]
-
-    def own(self) -> list[Tensor]:
-        """What this process adds to these sums."""
-        return [self._leaves[i] for i in self.summed]
-
-    def completed(self, sums: Sequence[Tensor], whole: float) -> Tree:
-        """The tree, with these sums; those under "mean" are divided by the whole."""
-        flat = self._flat
-        assert flat is not None
-        leaves = self._leaves
-        for i, x in zip(self.summed, sums, strict=True):
-            leaves[i] = x / whole if flat.specs[i] == "mean" else x
-        pairs = zip(leaves, flat.leaves, strict=True)
-        return unflatten(flat.structure, [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs])
-
     def finish(
         self,
         across: Agreement,
         inputs: Sequence[Tensor] = (),
         more: Sequence[Tensor] = (),
         ours: Sequence[bool] = (),
+        sent_as: torch.dtype | None = None,
     ) -> tuple[Tree, list[Tensor]]:
-        """The tree, and the sums of `more`, of which some are `ours` to overwrite.
+        """The tree, and the sums of `more`, of which some are `ours` to overwrite, and all may be `sent_as` a dtype.
 
         In a process without shards it depends on the `inputs`.
         """
@@ -153,7 +121,7 @@ class PartialResult:
         else:
             structure, specs, flags = flat.structure, flat.specs, []
         if across.session is not None and flat is not None:
-            summed = self._combine(across.session.comm, flat, more, ours)
+            summed = self._combine(across.session.comm, flat, more, ours, sent_as)
         if flat is not None:
             pairs = zip(self._leaves, flat.leaves, strict=True)
             self._leaves = [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs]
@@ -188,10 +156,23 @@ class PartialResult:
                 leaves[i] = concat(comm.all(leaf, "gather"), 0 if spec == "stack" else spec)
         return unflatten(flat.structure, leaves)
 
-    def _combine(self, comm: Communicator, flat: Flat, more: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
+    def _combine(
+        self,
+        comm: Communicator,
+        flat: Flat,
+        more: Sequence[Tensor],
+        ours: Sequence[bool],
+        sent_as: torch.dtype | None,
+    ) -> list[Tensor]:
         """Add up what the processes have."""
-        leaves, name, summed = self._leaves, f"the end of {self._where}", self.summed
-        found = total(comm, name, [*self.own(), *more], [*[False] * len(summed), *ours])
+        leaves, name = self._leaves, f"the end of {self._where}"
+        summed = [
+            i
+            for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True))
+            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
+        ]
+        dtypes = [None] * len(summed) + [sent_as] * len(more)
+        found = total(comm, name, [*(leaves[i] for i in summed), *more], [*[False] * len(summed), *ours], dtypes)
         for i, x in zip(summed, found, strict=False):
             leaves[i] = x
         rest = found[len(summed) :]

@@ -7,7 +7,7 @@ and without one, and nothing outside `fdp.distributed` asks which of the two it 
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,6 +97,24 @@ class PeerCall:
         """As a context: slots that have met run once more, such as for a backward."""
         return NOTHING
 
+    def begins_with(self, leaves: Sequence[Tensor]) -> None:
+        """Have collectives from here on be functions of leaves: what a backward goes to.
+
+        Once for each round of microbatches, with the aliases that it is differentiated in; else after `enter`, with all
+        arguments that require grad.
+        """
+
+    def ends(self) -> list[Tensor]:
+        """Where a backward of all shards begins too, so that all processes come to the same collectives.
+
+        They have no elements. Each is its own gradient, detached if there will be no graph of the gradients.
+        """
+        return []
+
+    def tie(self, tree: Tree) -> Tree:
+        """What comes out, if not by `join` or `reduce`: a backward from it comes to all collectives."""
+        return tree
+
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         """Agree on the end of a call; outside of the context the result says what it returns."""
         tree = out.tree(device, where)
@@ -124,8 +142,13 @@ class PeerCall:
         """The numbers of every process that has shards. `joint`: something outside transforms the call."""
         return [list(numbers)]
 
-    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """A collective: for each leaf, what becomes of it on each slot of this process."""
+    def combine(
+        self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable = None, say: Say = str
+    ) -> list[list[Tensor]]:
+        """A collective: for each leaf, what becomes of it on each slot of this process.
+
+        `key` is the same in all processes: which one it is, and of what kinds. `say` is the text if it is not.
+        """
         return [operation.results(tensors, leaf) for leaf, tensors in enumerate(columns)]
 
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:

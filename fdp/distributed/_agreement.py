@@ -9,7 +9,7 @@ import torch
 
 from fdp._placement.slot import AXES
 from fdp.distributed._processes import Processes, has_begun
-from fdp.distributed._session import Session, Tag
+from fdp.distributed._session import Session, Tag, meet
 from fdp.distributed._table import Table
 
 
@@ -36,6 +36,7 @@ class Agreement:
         self._answer: Table | BaseException | None = None
         self._asking = threading.Lock()
         self.has_met = False  # before the end
+        self._is_over = False  # what comes then are backwards of the caller's
 
     @property
     def table(self) -> Table:
@@ -84,6 +85,11 @@ class Agreement:
         """A tag of this call, and of no other: a backward comes back to it, and may come to several in any order."""
         return Tag(name, repr((self.number, same)), lambda: f"call {self.number}\n{say()}")
 
+    def meets(self, tag: Tag, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every process that has shards, in the call or in a backward that comes after it."""
+        assert self.session is not None
+        return meet(self.session.comm, tag, numbers)() if self._is_over else self.session.agree(tag, numbers)
+
     def ends_with(self, tag: Tag) -> None:
         """What has to be the same in all processes at the end."""
         self._tag = tag
@@ -113,6 +119,7 @@ class Agreement:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Meet at the end: first those that have shards, then all."""
         elsewhere = self._end(error)
+        self._is_over = True
         if elsewhere is not None and error is None:
             raise elsewhere
 

@@ -1,8 +1,8 @@
 """The part of a process in a call on a mesh."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -17,10 +17,11 @@ from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
-from fdp._trees.tree import Flat, tensors_in
+from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import GradientSum
+from fdp.distributed._chain import Chain, Step
 from fdp.distributed._described import compared, said_of
 from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
@@ -33,6 +34,13 @@ class MeshCall(Agreement, PeerCall):
     """See `PeerCall`. `flats` are the arguments of this process."""
 
     flats: Sequence[Flat] = ()
+
+    def __init__(
+        self, processes: Processes, where: str, same: Any, rows: Sequence[int], say: Callable[[], str] = str
+    ) -> None:
+        super().__init__(processes, where, same, rows, say)
+        self.chain = Chain()
+        self._is_transformed = torch_private.is_transformed() or is_forward_mode()
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         return self.table.places(own) if self.is_active else []
@@ -55,7 +63,26 @@ class MeshCall(Agreement, PeerCall):
     def enter(self) -> None:
         self._check_transforms()
         if torch.is_grad_enabled():
-            _enter(self.flats, self)
+            _enter(self.flats, self, None if self._is_transformed else self.chain)
+
+    def begins_with(self, leaves: Sequence[Tensor]) -> None:
+        if self.session is not None and not self._is_transformed:
+            self.chain.begins_with(leaves)
+
+    def ends(self) -> list[Tensor]:
+        return self.chain.ends()
+
+    def tie(self, tree: Tree) -> Tree:
+        tensors = tensors_in(tree)
+        each = iter(self.chain.tied(tensors))
+        self.chain.end()
+        self.flats = ()  # the graph holds this object
+        return map_tensors(lambda _: next(each), tree)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self.chain.end()
+        super().__exit__(kind, error, traceback)
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         part = PartialResult(out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
@@ -64,7 +91,8 @@ class MeshCall(Agreement, PeerCall):
 
         def finish() -> Tree:
             with self.everybody.comm.to_the_end():
-                return part.finish(self, self._inputs())[0]
+                tree = part.finish(self, self.chain, self._inputs())[0]
+            return self.tie(tree)
 
         return finish
 
@@ -89,7 +117,9 @@ class MeshCall(Agreement, PeerCall):
         def finish() -> tuple[Tensor, Tree]:
             ours = gradients.ours()  # before others refer to them
             with self.everybody.comm.to_the_end():
-                (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours, gradients.sent_as)
+                rest = self._inputs(), gradients.sums(), ours, gradients.sent_as
+                found, sums = part.finish(self, self.chain, *rest)
+            (value, aux), sums = self.tie((found, sums))
             gradients.replace_sums(sums)
             return value, aux
 
@@ -99,16 +129,19 @@ class MeshCall(Agreement, PeerCall):
         if self.session is None:
             return [list(numbers)]
         if joint:
-            raise RuntimeError(
-                f"{name}: a call over several processes, with collectives, cannot be transformed by torch.func from "
-                "outside, since what is transformed stays in its process. Transform inside the mapped function"
-            )
+            raise RuntimeError(_TRANSFORMED.format(name))
         return self.session.agree(self.numbered(name, same, say), numbers)
 
-    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def combine(
+        self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable = None, say: Say = str
+    ) -> list[list[Tensor]]:
         if self.session is None:
             return super().combine(operation, columns)
-        return over_processes(operation, columns, self)
+        if key is None:  # who has agreed on it already, and has the graph
+            return over_processes(operation, columns, self)
+        if self._is_transformed:
+            raise RuntimeError(_TRANSFORMED.format(operation.name))
+        return self.chain.combine(Step(self, operation, len(columns[0]), key, say), columns)
 
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:
         if self.session is None:
@@ -121,7 +154,7 @@ class MeshCall(Agreement, PeerCall):
     def _check_captured(self, outputs: Tree, aliases: Sequence[Tensor] = ()) -> None:
         """A gradient goes through arguments only: of what is captured each process would have a part."""
         inputs = [*self._inputs(), *aliases]  # aliases stand for some of them
-        if captured(chain.from_iterable(map(layers, tensors_in(outputs))), chain.from_iterable(map(layers, inputs))):
+        if captured(_layers_of(tensors_in(outputs)), _layers_of(inputs)):
             raise ValueError(
                 "the function uses a tensor that requires grad and is none of its arguments. Each process would have a "
                 "part of its gradient only: pass it in an argument, or detach it"
@@ -134,6 +167,12 @@ class MeshCall(Agreement, PeerCall):
                 f"{self.where}: a process without rows cannot follow vmap or forward mode (jvp, jacfwd, hessian) "
                 "around the call. Give every process rows, or use reverse mode"
             )
+
+
+_TRANSFORMED = (
+    "{}: a call over several processes, with collectives, cannot be transformed by torch.func from outside, since what "
+    "is transformed stays in its process. Transform inside the mapped function"
+)
 
 
 def begin(
@@ -155,7 +194,11 @@ def _rows(processes: Processes, partition: Partition, flats: Sequence[Flat]) -> 
     return [0] * (0 if whole and processes.comm.position else len(partition.slots))
 
 
-def _enter(flats: Sequence[Flat], call: Agreement) -> None:
+def _layers_of(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    return itertools.chain.from_iterable(map(layers, tensors))
+
+
+def _enter(flats: Sequence[Flat], call: Agreement, chain: Chain | None) -> None:
     """Mark what is whole on every slot, and so the same in all processes: its gradient is the sum over them."""
     places: list[tuple[Flat, int]] = [
         (flat, i)
@@ -169,12 +212,8 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
         return
     distinct = {id(flat.leaves[i]): flat.leaves[i] for flat, i in places}
     name = f"{call.where}, call {call.number}"  # backwards of several calls may come in any order
-    entered = dict(
-        zip(
-            distinct,
-            GradientSum.apply(call.everybody.comm, name, None, call.is_active, *distinct.values()),
-            strict=True,
-        )
-    )
+    node = partial(GradientSum.apply, call.everybody.comm, name, None, call.is_active)
+    leaves = list(distinct.values())
+    entered = dict(zip(distinct, node(*leaves) if chain is None else chain.enter(node, leaves), strict=True))
     for flat, i in places:
         flat.leaves[i] = entered[id(flat.leaves[i])]

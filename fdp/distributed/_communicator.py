@@ -126,7 +126,8 @@ class Communicator:
         packing = Packing([kind_of(x) for x in tensors], dtypes)
         flats = [packing.packed(k, tensors, ours or [False] * len(tensors)) for k in range(len(packing.buckets))]
         group: Any = self.group or dist.group.WORLD  # dist.all_reduce asks much of its arguments
-        for wait in [self._start(name, flat, functools.partial(group.allreduce, [flat])) for flat in flats]:
+        sent = [flat for flat in flats if flat.numel()]
+        for wait in [self._start(name, flat, functools.partial(group.allreduce, [flat])) for flat in sent]:
             wait()
         return packing.unpacked(flats, tensors)
 

@@ -1,7 +1,8 @@
 """From shards to one tree, where other processes have shards too."""
 
+import functools
+import itertools
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
@@ -14,6 +15,7 @@ from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import AllGather, ZeroGradients, total
+from fdp.distributed._chain import Chain
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag
 
@@ -101,6 +103,7 @@ class PartialResult:
     def finish(
         self,
         across: Agreement,
+        chain: Chain,
         inputs: Sequence[Tensor] = (),
         more: Sequence[Tensor] = (),
         ours: Sequence[bool] = (),
@@ -121,7 +124,7 @@ class PartialResult:
         else:
             structure, specs, flags = flat.structure, flat.specs, []
         if across.session is not None and flat is not None:
-            summed = self._combine(across.session.comm, flat, more, ours, sent_as)
+            summed = self._combine(across.session.comm, chain, flat, more, ours, sent_as)
         if flat is not None:
             pairs = zip(self._leaves, flat.leaves, strict=True)
             self._leaves = [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs]
@@ -151,7 +154,7 @@ class PartialResult:
         leaves = leaves_up_to(flat.structure, tree)
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if spec in ("list", "items"):
-                leaves[i] = type(leaf)(chain.from_iterable(comm.objects(leaf, "gather")))
+                leaves[i] = type(leaf)(itertools.chain.from_iterable(comm.objects(leaf, "gather")))
             elif isinstance(leaf, Tensor) and (type(spec) is int or spec == "stack"):
                 leaves[i] = concat(comm.all(leaf, "gather"), 0 if spec == "stack" else spec)
         return unflatten(flat.structure, leaves)
@@ -159,6 +162,7 @@ class PartialResult:
     def _combine(
         self,
         comm: Communicator,
+        chain: Chain,
         flat: Flat,
         more: Sequence[Tensor],
         ours: Sequence[bool],
@@ -172,14 +176,14 @@ class PartialResult:
             if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
         ]
         dtypes = [None] * len(summed) + [sent_as] * len(more)
-        found = total(comm, name, [*(leaves[i] for i in summed), *more], [*[False] * len(summed), *ours], dtypes)
+        found = total(comm, name, chain, [*(leaves[i] for i in summed), *more], [*[False] * len(summed), *ours], dtypes)
         for i, x in zip(summed, found, strict=False):
             leaves[i] = x
         rest = found[len(summed) :]
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if i in summed or not isinstance(leaf, Tensor) or spec not in _GLOBAL:
                 continue
-            parts = AllGather.apply(comm, name, leaf)
+            (parts,) = chain.through(functools.partial(AllGather.apply, comm, name), [leaf])
             if spec == "mean" and not all(torch.equal(parts[0], part) for part in parts):
                 self._problem = (
                     f"{self._where}: {flat.path(i)} is {leaf.dtype}, which has no 'mean', and differs between "

@@ -32,7 +32,7 @@ def total(
     """
     if not tensors:
         return []
-    if is_tracked(tensors):
+    if is_tracked(tensors) or chain.has_gone_back:
         return list(chain.through(functools.partial(AllReduce.apply, comm, name), tensors))
     return comm.sums(tensors, name, ours, dtypes)
 

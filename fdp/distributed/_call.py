@@ -112,7 +112,7 @@ class MeshCall(Agreement, PeerCall):
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
         part = PartialResult(shards, dims, rest.weights, rest.whole(), device, where, first=first)
-        self.ends_with(part.tag(gradients.sums()))
+        self.ends_with(part.tag(gradients.sums(), may_differ=self.chain.has_gone_back))
 
         def finish() -> tuple[Tensor, Tree]:
             ours = gradients.ours()  # before others refer to them

@@ -28,6 +28,8 @@ class Chain:
 
     def __init__(self) -> None:
         self.count = 0
+        self.has_gone_back = False
+        """Whether a backward that will be differentiated has come back to the beginning: in all processes or none."""
         self._token: Grad = None
         self._begun = 0
         self._is_open = True
@@ -67,8 +69,8 @@ class Chain:
 
     def goes_back(self, token: Grad) -> None:
         """A backward inside of the call, which will be differentiated, has come to the beginning: go on from there."""
-        if self._is_open and token is not None and torch.is_grad_enabled():
-            self._token = token
+        if self._is_open and token is not None and token.requires_grad:
+            self._token, self.has_gone_back = token, True
 
     def end(self) -> None:
         """Let go of the graph, which holds this object."""

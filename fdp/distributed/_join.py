@@ -84,12 +84,12 @@ class PartialResult:
         shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
         return flat.structure, flat.specs, shapes
 
-    def tag(self, more: Sequence[Tensor] = ()) -> Tag:
-        """What has to be the same in all processes; `more` tensors are summed."""
+    def tag(self, more: Sequence[Tensor] = (), *, may_differ: bool = False) -> Tag:
+        """What has to be the same in all processes; `more` tensors are summed. What requires grad `may_differ`."""
         flat = self._flat
         if flat is None:
             return Tag(f"the end of {self._where}")
-        needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
+        needs = [not may_differ and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
         added = [(x.dtype, tuple(x.shape)) for x in more]  # not the tensors: nobody else is to refer to them
 
         def say() -> str:

@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fdp._collectives.graph import captured
 from fdp._execution.patches import is_forward_mode
 from fdp._placement.moves import layers
 from fdp._placement.partition import Partition
@@ -154,7 +153,7 @@ class MeshCall(Agreement, PeerCall):
     def _check_captured(self, outputs: Tree, aliases: Sequence[Tensor] = ()) -> None:
         """A gradient goes through arguments only: of what is captured each process would have a part."""
         inputs = [*self._inputs(), *aliases]  # aliases stand for some of them
-        if captured(_layers_of(tensors_in(outputs)), _layers_of(inputs)):
+        if _captures(_layers_of(tensors_in(outputs)), _layers_of(inputs)):
             raise ValueError(
                 "the function uses a tensor that requires grad and is none of its arguments. Each process would have a "
                 "part of its gradient only: pass it in an argument, or detach it"
@@ -194,8 +193,25 @@ def _rows(processes: Processes, partition: Partition, flats: Sequence[Flat]) -> 
     return [0] * (0 if whole and processes.comm.position else len(partition.slots))
 
 
-def _layers_of(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    return itertools.chain.from_iterable(map(layers, tensors))
+def _layers_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(map(layers, tensors)))
+
+
+def _captures(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether outputs depend on leaves by another way than through the inputs."""
+    seen: set[Any] = {x.grad_fn for x in inputs} | {None}
+    nodes: list[Any] = [x.grad_fn for x in outputs]
+    leaves = [x for x in outputs if x.is_leaf]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+        nodes.extend(parent for parent, _ in node.next_functions)
+    known = {id(x) for x in inputs}
+    return any(x.requires_grad and x.numel() and id(x) not in known for x in leaves)  # a token has no elements
 
 
 def _enter(flats: Sequence[Flat], call: Agreement, chain: Chain | None) -> None:

@@ -31,12 +31,13 @@ class Chain:
         self.has_gone_back = False
         """Whether a backward that will be differentiated has come back to the beginning: in all processes or none."""
         self._token: Grad = None
+        self._before: Grad = None  # where a round begins: not at what a round before it, without a graph, has left
         self._begun = 0
         self._is_open = True
 
     def begins_with(self, leaves: Sequence[Tensor]) -> None:
         """Go on from what is differentiated."""
-        self._begun = self.count
+        self._begun, self._token = self.count, self._before
         if torch.is_grad_enabled():
             self._token = Start.apply(self, self._last(), *(x for x in leaves if x.requires_grad))
 
@@ -55,6 +56,7 @@ class Chain:
     def enter(self, node: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What a node gives for tensors; the token goes through it, as the last of them."""
         *found, self._token = node(*tensors, self._last())
+        self._before = self._token
         return found
 
     def through(self, node: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -70,11 +72,11 @@ class Chain:
     def goes_back(self, token: Grad) -> None:
         """A backward inside of the call, which will be differentiated, has come to the beginning: go on from there."""
         if self._is_open and token is not None and token.requires_grad:
-            self._token, self.has_gone_back = token, True
+            self._token, self._before, self.has_gone_back = token, token, True
 
     def end(self) -> None:
         """Let go of the graph, which holds this object."""
-        self._token, self._is_open = None, False
+        self._token, self._before, self._is_open = None, None, False
 
     def _last(self) -> Tensor:
         token = self._token

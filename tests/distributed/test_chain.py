@@ -326,3 +326,55 @@ def memory(mesh: Any) -> list[bool]:
 
 def test_no_memory_is_shared(two: Pool):
     assert two(memory, 2) == [[True] * 4] * 2
+
+
+def rounds(mesh: Any, create: bool) -> Any:
+    """Two rounds of a call, each differentiated by itself; whether the second leads to the leaves of the first."""
+    parts, indices = parts_of(mesh)
+    w = W.clone().requires_grad_()
+    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
+    call.flats = flatten_args([("w", w, None, "in_dims")], "by hand")
+    values: list[Tensor] = []
+    grads: Any = []
+    aliases: list[Tensor] = []
+    reached = False
+    with call:
+        call.enter()
+        meet = meeting(call)
+        for k in range(2):
+            entered = call.flats[0].leaves[0]
+            aliases.append(entered.view_as(entered) if create else w.detach().requires_grad_())
+            call.begins_with([aliases[-1]])
+            values.append(torch.stack(batch_norm(aliases[-1] * (k + 1), parts, indices, meet)).sum())
+            ends = call.ends()
+            seeds = [torch.ones_like(values[-1]), *(x if create else x.detach() for x in ends)]
+            grads += torch.autograd.grad([values[-1], *ends], [aliases[-1]], seeds, create_graph=create)
+            reached = k > 0 and not create and leads_to(ends[0], aliases[0])
+        sums = Sums([torch.stack(grads).sum(0)])
+        loss = Joined([values[-1] if create else values[-1].detach()], "sum", None, lambda: 1, "loss")
+        finish = call.reduce(loss, None, sums, aliases if create else [], CPU, "by hand")
+    finish()
+    (grad,) = sums.found
+    second = torch.autograd.grad(grad.square().sum(), w)[0] if create else grad
+    return grad.detach(), second, reached
+
+
+def leads_to(x: Tensor, leaf: Tensor) -> bool:
+    nodes, seen = [x.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    return any(getattr(node, "variable", None) is leaf for node in seen)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_rounds_of_one_call(two: Pool, create: bool):
+    w = W.clone().requires_grad_()
+    values = [x for k in (1, 2) for x in batch_norm(w * k, PARTS, [], meeting(ALONE_IN_CALL))]
+    (grad,) = torch.autograd.grad(torch.stack(values).sum(), w, create_graph=True)
+    second = torch.autograd.grad(grad.square().sum(), w)[0] if create else grad
+    for found, other, reached in two(rounds, 2, create):
+        assert_close_tree((found, other), (grad.detach(), second.detach()))
+        assert not reached

@@ -36,10 +36,39 @@ def contrastive(w: Tensor, x: Tensor) -> Tensor:
     return (z @ fdp.all_gather(z).t()).logsumexp(1).mean()
 
 
+def unused(w: Tensor, x: Tensor) -> Tensor:
+    """Results that some slots use, or nobody, whose gradient would be NaN."""
+    z = (x @ w).tanh()
+    total, squares = fdp.psum(z.sum(0)), fdp.psum((z * z).sum(0))
+    fdp.psum((z * 0).sqrt().sum())
+    again = fdp.psum((z * total).sum(0))
+    if is_late():
+        return (z * squares).sum(1).mean() + (again * z).mean()
+    return (z * total).sum(1).mean() + z.mean()
+
+
+def lonely(w: Tensor, x: Tensor) -> Tensor:
+    """The loss of some slots depends on nothing."""
+    z = x @ w
+    total = fdp.psum(z.tanh().sum(0))
+    more = fdp.psum((z * total).sum(0))
+    return x.mean() if is_late() else (z * more).mean()
+
+
 def in_another_order(w: Tensor, x: Tensor) -> Tensor:
     z = x @ w
     a, b = fdp.psum(z.sin().sum(0)), fdp.psum(z.cos().sum(0))
     return ((a * z).sin() * b * z if is_late() else (b * z).sin() * a * z).mean()
+
+
+def nested(w: Tensor, x: Tensor) -> Tensor:
+    """A call in each slot, whose slots meet those of other processes too."""
+
+    def inner(w: Tensor, x: Tensor) -> Tensor:
+        z = (x @ w).tanh()
+        return z.sum() * fdp.psum(fdp.psum(z.sum(), "inner"), "data")
+
+    return fdp.dp_apply(inner, w, x, fdp.virtual_devices(2), out_dims="sum", axis_name="inner", weights=None) / len(x)
 
 
 def in_an_exchange(w: Tensor, x: Tensor) -> Tensor:
@@ -48,7 +77,7 @@ def in_an_exchange(w: Tensor, x: Tensor) -> Tensor:
     return fdp.psum(own).square().sum() / 3
 
 
-LOSSES = [batch_norm, contrastive, in_another_order, in_an_exchange]
+LOSSES = [batch_norm, contrastive, unused, lonely, in_another_order, nested, in_an_exchange]
 each_loss = pytest.mark.parametrize("loss", LOSSES)
 
 
@@ -76,6 +105,8 @@ def gradients(seat: Seat, loss: Loss, layout: Layout, microbatches: int) -> Any:
 @each_layout
 @each_loss
 def test_gradient_functions(two: Pool, loss: Loss, layout: Layout):
+    if loss is nested and min(layout.sizes) < 2:
+        pytest.skip("each slot needs two rows")
     same_at_all_scales(two, layout, gradients, loss, layout, 1)
 
 
@@ -103,8 +134,10 @@ def from_outside(seat: Seat, loss: Loss, layout: Layout) -> Any:
 
 
 @each_layout
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss is not lonely])
 def test_from_outside(two: Pool, loss: Loss, layout: Layout):
+    if loss is nested and min(layout.sizes) < 2:
+        pytest.skip("each slot needs two rows")
     same_at_all_scales(two, layout, from_outside, loss, layout)
 
 

@@ -12,8 +12,8 @@ from fdp._execution.run import Run
 from fdp._placement.moves import copy
 
 Grad = Tensor | None
-Value = tuple[Operation, Sequence[Tensor], Sequence[bool]]
-"""An operation, its tensors, and which of them are given: the others are zeros that stand for nothing."""
+Value = tuple[Operation, Sequence[Tensor], Sequence[bool] | None]
+"""An operation, its tensors, and of gradients which are given: the others are zeros that stand for nothing."""
 
 
 class Taken(NamedTuple):
@@ -27,10 +27,11 @@ def combined(
     run: Run, values: Sequence[Value], are_recorded: Sequence[bool], key: Any, say: Callable[[], str]
 ) -> list[Taken]:
     """What each slot takes, on its device, and in memory of its own: slots may write to it."""
-    operation, before = values[0][0], run.peers.slots_before()
-    everybody = run.peers.given([list(given) for _, _, given in values], operation.name)
-    columns = [operation.reached(column) for column in zip(*everybody, strict=True)]
-    reached = [[column[before + i] for column in columns] for i in range(len(values))]
+    operation, reached = values[0][0], [[True] * len(tensors) for _, tensors, _ in values]
+    if values[0][2] is not None:
+        everybody = run.peers.everywhere([given for *_, given in values], operation.name)
+        columns, before = [operation.reached(each) for each in zip(*everybody, strict=True)], run.peers.slots_before()
+        reached = [[column[before + i] for column in columns] for i in range(len(values))]
     rows = [
         list(tensors) if is_recorded else [x.detach() for x in tensors]
         for (_, tensors, _), is_recorded in zip(values, are_recorded, strict=True)
@@ -50,7 +51,7 @@ def _dealt(
     devices, names = [slot.device for slot in run.slots], _Leaves(operation.name)
     has_graph = run.depth > 0 or (torch.is_grad_enabled() and any(x.requires_grad for row in rows for x in row))
     layout = None
-    if operation.elementwise and not has_graph and not run.level >= 0:
+    if operation.elementwise and not has_graph and run.level < 0 and not run.peers.has_others():
         layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows)
     if layout is not None:
         rows = [_packed(layout, row, device, names) for row, device in zip(rows, devices, strict=True)]

@@ -160,7 +160,10 @@ def joint(
     pairs = zip(forwards, seeds, strict=True)
     counted = [(found.out.loss, seed) for found, seed in pairs if seed != 0 and found.out.loss.requires_grad]
     roots = [*(loss for loss, _ in counted), *ends]
-    given = [*(torch.full_like(loss, seed) for loss, seed in counted), *(end.detach() for end in ends)]
+    given = [
+        *(torch.full_like(loss, seed) for loss, seed in counted),
+        *(end if graph else end.detach() for end in ends),
+    ]
     inputs = [x for found in forwards for x in found.inputs.leaves]
     grads: Any = [None] * len(inputs)
     if roots and inputs:

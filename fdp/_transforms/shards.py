@@ -70,7 +70,8 @@ class ShardGradients(NamedTuple):
             self.mode.peers,
         )
         aliases = [inputs_of(self.problem, self.shards[i]).aliases(attached) for i in batch]
-        peers.begins_with([x for own in aliases for x in own.leaves])
+        with torch.enable_grad():
+            peers.begins_with([x for own in aliases for x in own.leaves])
         graph = True if attached else self.create_graph
 
         def differentiated(k: int) -> ShardResult | Forward:

@@ -77,7 +77,7 @@ def operations_of_a_step(mesh: Any, meets: bool) -> list[str]:
     return sorted(event.name for event in profile.events() or () if event.name.startswith("gloo:"))
 
 
-def test_the_first_step_has_as_few_messages_as_later_ones(two: Pool):
+def test_a_step_sends_two_headers_and_its_sums(two: Pool):
     for meets in (False, True):  # beside those of the collective, in the thread of its slot
         for found in two(operations_of_a_step, 1, meets):
             assert found == ["gloo:all_gather"] * 2 + ["gloo:all_reduce"]

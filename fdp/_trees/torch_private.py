@@ -153,6 +153,9 @@ def is_default_device(mode: Any) -> bool:
 
 # Autograd
 
+is_legacy_batchedtensor = _use(
+    "torch._C._functorch.is_legacy_batchedtensor", "batches of gradients do not go through collectives over processes"
+)
 _ORDER = "in which order a backward takes nodes that several threads have made"
 get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
 _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)

@@ -128,7 +128,7 @@ class MeshCall(Agreement, PeerCall):
         self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable, say: Say
     ) -> list[list[Tensor]]:
         if self.session is None:
-            return super().combine(operation, columns)
+            return super().combine(operation, columns, key, say)
         if self._is_transformed:
             raise RuntimeError(_TRANSFORMED.format(operation.name))
         return self.chain.combine(Step(self, operation, len(columns[0]), key, say), columns)

@@ -52,11 +52,13 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.name, *_ = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)
+        return None, None, *_handed_on(ctx, grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -79,11 +81,13 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.name, *_ = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        whole, *token = GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)  # as in `AllReduce`
-        return None, None, whole[ctx.comm.position], *token
+        whole, *token = _handed_on(ctx, grads)  # as in `AllReduce`
+        return None, None, None if whole is None else whole[ctx.comm.position], *token
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -135,6 +139,15 @@ class GradientSum(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return GradientSum.apply(*args), tuple(in_dims[4:])
+
+
+def _handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients through one node for all of them, the same in all processes; what is not there stays so."""
+    if not any(grad is not None for grad in grads):
+        return [None] * len(grads)
+    filled = [_filled(grad, *kind) for grad, kind in zip(grads, ctx.kinds, strict=True)]
+    found = GradientSum.apply(ctx.comm, ctx.name, None, True, *filled)
+    return [None if grad is None else x for grad, x in zip(grads, found, strict=True)]
 
 
 class ZeroGradients(torch.autograd.Function):

@@ -28,7 +28,6 @@ class InOrder(Run):
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         super().__init__(tasks, slots, peers)
         self._begun = 0  # how many slots have begun in the caller's thread
-        self._inside = HERE.strand is not None
         if self.count > 1:
             above_slots()
             self._context, self._states = contextvars.copy_context(), HERE.states
@@ -84,10 +83,10 @@ class InOrder(Run):
         strand, has_threads = HERE.strand, self._has_threads()
         if strand is None:
             return False
-        if has_threads and not self._inside:
-            above_slots(strand.tree.number)
         strand.tree.remove(self)
-        if not self._inside:
+        if len(strand.tree.strands) == 1:  # this is the outermost call that has met
+            if has_threads:
+                above_slots(strand.tree.number)
             HERE.strand = None
         return has_threads
 

@@ -156,7 +156,7 @@ def joint(
     """One backward through the losses of shards, in this thread; `ends` are more to begin with, without elements."""
     graph = bool(create_graph)
     if create_graph is None:
-        graph = torch.is_grad_enabled() and any(map(_reaches_outside, forwards))
+        graph = torch.is_grad_enabled() and _reaches_outside(forwards)
     pairs = zip(forwards, seeds, strict=True)
     counted = [(found.out.loss, seed) for found, seed in pairs if seed != 0 and found.out.loss.requires_grad]
     roots = [*(loss for loss, _ in counted), *ends]
@@ -244,10 +244,10 @@ def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _reaches_outside(found: Forward) -> bool:
-    """Whether loss or aux depend on a leaf that is not one of the inputs: then results stay differentiable."""
-    out = found.out
-    return bool(captured((out.loss,) if out.aux is None else (out.loss, *tensors_in(out.aux)), found.inputs.leaves))
+def _reaches_outside(forwards: Sequence[Forward]) -> bool:
+    """Whether a loss or aux depends on a leaf that is no input of any: then results stay differentiable."""
+    outputs = [x for out, _ in forwards for x in ([out.loss] if out.aux is None else [out.loss, *tensors_in(out.aux)])]
+    return bool(captured(outputs, [x for found in forwards for x in found.inputs.leaves]))
 
 
 def _detached(aux: Tree, where: str) -> Tree:

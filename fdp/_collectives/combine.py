@@ -102,7 +102,7 @@ class Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(known: Any, *tensors: Tensor) -> Any:
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(x.detach() for x in tensors)  # a view could not be written to
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -7,7 +7,6 @@ no thread is started. Kernels on accelerators are asynchronous, so shards on dif
 import _thread
 import contextvars
 import os
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +28,6 @@ class InOrder(Run):
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         super().__init__(tasks, slots, peers)
         self._begun = 0  # how many slots have begun in the caller's thread
-        here = threading.get_ident()
-        self._is_root = not any(type(axis.run) is InOrder and axis.thread == here for axis in AXES.get())
         if self.count > 1:
             above_slots()
             self._context, self._states = contextvars.copy_context(), HERE.states
@@ -86,10 +83,9 @@ class InOrder(Run):
         strand, has_threads = HERE.strand, self._has_threads()
         if strand is None:
             return False
-        if has_threads and self._is_root:
-            above_slots(strand.tree.number)
         strand.tree.remove(self)
-        if self._is_root:
+        if len(strand.tree.strands) == 1:  # this is the outermost call that has met
+            above_slots(strand.tree.number)
             HERE.strand = None
         return has_threads
 

@@ -160,10 +160,7 @@ def joint(
     pairs = zip(forwards, seeds, strict=True)
     counted = [(found.out.loss, seed) for found, seed in pairs if seed != 0 and found.out.loss.requires_grad]
     roots = [*(loss for loss, _ in counted), *ends]
-    given = [
-        *(torch.full_like(loss, seed) for loss, seed in counted),
-        *(end if graph else end.detach() for end in ends),
-    ]
+    given = [*(torch.full_like(loss, seed) for loss, seed in counted), *(end.detach() for end in ends)]
     inputs = [x for found in forwards for x in found.inputs.leaves]
     grads: Any = [None] * len(inputs)
     if roots and inputs:
@@ -248,10 +245,9 @@ def _kind(value: Any) -> str:
 
 
 def _reaches_outside(forwards: Sequence[Forward]) -> bool:
-    """Whether a loss or aux depends on a leaf that is not one of the inputs: then results stay differentiable."""
-    made = [found.out.loss for found in forwards]
-    made += [x for found in forwards if found.out.aux is not None for x in tensors_in(found.out.aux)]
-    return bool(captured(made, [x for found in forwards for x in found.inputs.leaves]))
+    """Whether a loss or aux depends on a leaf that is no input of any: then results stay differentiable."""
+    outputs = [x for out, _ in forwards for x in ([out.loss] if out.aux is None else [out.loss, *tensors_in(out.aux)])]
+    return bool(captured(outputs, [x for found in forwards for x in found.inputs.leaves]))
 
 
 def _detached(aux: Tree, where: str) -> Tree:

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import fdp
-from tests.common.functions import anew
 from tests.common.threads import within
 
 SLOTS = 3
@@ -22,10 +20,8 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_gather": lambda x: fdp.all_gather(x, stack=True),
     "psum_scatter": fdp.psum_scatter,
     "all_to_all": lambda x: fdp.all_to_all(x, split_dim=0, concat_dim=1),
-    "ppermute": lambda x: fdp.ppermute(x, [(0, 1)]),
+    "ppermute": lambda x: fdp.ppermute(x, [(0, 1), (1, 2), (2, 0)]),
 }
-
-first_run = pytest.mark.parametrize("known", [False], ids=["first-run"])
 
 
 class OddError(Exception):
@@ -45,28 +41,14 @@ def _works(executor: Any) -> None:
     assert w.grad == SLOTS**2
 
 
-def meets(_: int, x: Tensor) -> Tensor:
-    return fdp.psum(x)
-
-
-def call(fn: Callable[[int, Tensor], Any], executor: Any, known: bool = True, **options: Any) -> Any:
-    """Run a function of the slot's number and a tensor; `known`: that its shards meet."""
-    runs: Callable[[int, Tensor], Any] = meets
+def call(fn: Callable[[int, Tensor], Any], executor: Any, **options: Any) -> Any:
+    """Run a function of the slot's number and a tensor."""
 
     def body(w: Tensor, x: Tensor) -> Any:
-        return runs(fdp.axis_index(), w * x)
+        return fn(fdp.axis_index(), w * x)
 
     w, x = torch.ones((), requires_grad=True), torch.ones(SLOTS, 3, 2)
-    if known:
-        fdp.dp_apply(body, w, x, DEVICES)
-    else:
-        body = anew(body)
-    runs = fn
-
-    def run() -> Any:
-        return fdp.dp_apply(body, w, x, DEVICES, executor=executor, out_dims="list", **options)
-
-    return within(20, run)
+    return within(20, lambda: fdp.dp_apply(body, w, x, DEVICES, executor=executor, out_dims="list", **options))
 
 
 def argument(x: Tensor) -> Tensor:

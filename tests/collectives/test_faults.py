@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
+from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
 from tests.common.threads import within
 
@@ -18,15 +18,13 @@ each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_slot = pytest.mark.parametrize("slot", range(SLOTS))
 each_name = pytest.mark.parametrize("name", COLLECTIVES)
 
-each_run = pytest.mark.parametrize("known", [False, True], ids=["first-run", "known"])
 
 
 @few(2)
-@each_run
 @each_executor
 @each_slot
 @each_name
-def test_one_raises(name: str, slot: int, executor: Any, known: bool):
+def test_one_raises(name: str, slot: int, executor: Any):
     raised: list[OddError] = []
 
     def fn(i: int, x: Tensor) -> Tensor:
@@ -36,7 +34,7 @@ def test_one_raises(name: str, slot: int, executor: Any, known: bool):
         return COLLECTIVES[name](argument(x))
 
     with pytest.raises(OddError, match=r"^wrong") as caught:
-        call(fn, executor, known)
+        call(fn, executor)
     assert caught.value is raised[-1]
     notes = caught.value.__notes__
     assert notes[0] == f"in shard {slot} of 3, rows {slot}:{slot + 1}, on cpu"
@@ -65,49 +63,46 @@ def test_one_raises_afterwards(name: str, slot: int, executor: Any):
 
 
 @few(2)
-@each_run
 @each_executor
 @each_slot
 @each_name
-def test_one_returns_early(name: str, slot: int, executor: Any, known: bool):
+def test_one_returns_early(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         return x if i == slot else COLLECTIVES[name](argument(x))
 
     with pytest.raises(RuntimeError, match=f"{name} .*shard {slot}, which has returned"):
-        call(fn, executor, known)
+        call(fn, executor)
     works(executor)
 
 
 @few(2)
-@first_run
 @each_executor
 @each_slot
 @each_name
-def test_one_calls_another(name: str, slot: int, executor: Any, known: bool):
+def test_one_calls_another(name: str, slot: int, executor: Any):
     other = "all_gather" if name != "all_gather" else "psum"
 
     def fn(i: int, x: Tensor) -> Tensor:
         return COLLECTIVES[other if i == slot else name](argument(x))
 
     with pytest.raises(RuntimeError, match="different collectives") as caught:
-        call(fn, executor, known)
+        call(fn, executor)
     assert f"{other} in shard {slot}" in str(caught.value)
     assert f"{name} in shard {(slot + 1) % SLOTS}" in str(caught.value)
     works(executor)
 
 
 @few(2)
-@first_run
 @each_executor
 @each_slot
 @each_name
-def test_one_has_another_shape(name: str, slot: int, executor: Any, known: bool):
+def test_one_has_another_shape(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
         value = argument(x)
         return COLLECTIVES[name](torch.cat([value, value]) if i == slot else value)
 
     with pytest.raises(ValueError, match=f"{name}.*shard {slot}"):
-        call(fn, executor, known)
+        call(fn, executor)
     works(executor)
 
 

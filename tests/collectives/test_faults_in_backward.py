@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, first_run, works
+from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
 from tests.common.threads import within
 
@@ -56,11 +56,13 @@ def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
         raise error
 
     def fn(i: int, x: Tensor) -> Tensor:
-        own = x.detach().requires_grad_()
-        out = COLLECTIVES[name](argument(own)) * 1
-        if i == slot:
-            out.register_hook(hook)
-        return torch.autograd.grad(out.sum(), own)[0]
+        def loss(own: Tensor) -> Tensor:
+            out = COLLECTIVES[name](argument(own)) * 1
+            if i == slot:
+                out.register_hook(hook)
+            return (out * 2).sum()
+
+        return torch.func.grad(loss)(x)
 
     with pytest.raises(OddError, match=r"^wrong") as caught:
         call(fn, executor)
@@ -74,9 +76,8 @@ def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
 @each_linear
 def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
-        own = x.detach().requires_grad_()
-        out = COLLECTIVES[name](argument(own))
-        return x if i == slot else torch.autograd.grad(out.sum(), own)[0]
+        out, vjp, *_ = torch.func.vjp(lambda own: COLLECTIVES[name](argument(own)), x)
+        return x if i == slot else vjp(out)[0]
 
     with pytest.raises(RuntimeError, match=f"in shard . waits for .*shard {slot}, which has returned"):
         call(fn, executor)
@@ -88,36 +89,57 @@ def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
 @each_slot
 @each_linear
 def test_one_calls_a_collective_meanwhile(name: str, slot: int, executor: Any):
-    """One is in its backward while the others are in a forward."""
+    """One is in a forward while the others are in their backward."""
 
     def fn(i: int, x: Tensor) -> Any:
-        own = x.detach().requires_grad_()
-        out = COLLECTIVES[name](argument(own))
-        return fdp.psum(x) if i == slot else torch.autograd.grad(out.sum(), own)[0]
+        out, vjp, *_ = torch.func.vjp(lambda own: COLLECTIVES[name](argument(own)), x)
+        return fdp.pmax(x) if i == slot else vjp(out)[0]
 
-    with pytest.raises(RuntimeError, match="waits for shard") as caught:
+    with pytest.raises(RuntimeError, match=f"the shards call different collectives: .*pmax in shard {slot}"):
         call(fn, executor)
-    text = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert f"psum in shard {slot} waits for" in text
-    assert f"shard {slot}, which waits in psum" in text
     works(executor)
 
 
+@few(2)
 @each_executor
-@each_slot
-def test_one_calls_another_in_its_backward(slot: int, executor: Any):
+@each_linear
+@pytest.mark.parametrize("method", ["grad", "backward"])
+def test_a_backward_of_autograd_inside_is_refused(method: str, name: str, executor: Any):
+    """The graph is that of all slots, which are under way."""
+
+    def fn(i: int, x: Tensor) -> Any:
+        own = x.detach().requires_grad_()
+        total = COLLECTIVES[name](argument(own)).sum() * own.sum()
+        return torch.autograd.grad(total, own)[0] if method == "grad" else (total.backward(), own.grad)[1]
+
+    with pytest.raises(RuntimeError, match=r"^torch\.autograd\.grad or \.backward\(\) inside.*use torch\.func\.grad or"):
+        call(fn, executor)
+    works(executor)
+
+
+IN_HOOKS = {**COLLECTIVES, "axis_index": lambda grad: grad * fdp.axis_index()}
+
+
+@few(2)
+@each_executor
+@pytest.mark.parametrize("how", ["backward", "grad"])
+@pytest.mark.parametrize("name", IN_HOOKS)
+def test_in_a_hook_is_refused(name: str, how: str, executor: Any):
+    """One slot after the other, so that they cannot wait for each other."""
+
     def fn(i: int, x: Tensor) -> Tensor:
         out = fdp.psum(argument(x)) * 1
-
-        def hook(grad: Tensor) -> Tensor:
-            return fdp.pmax(grad) if i == slot else fdp.psum(grad)
-
-        out.register_hook(hook)
+        out.register_hook(IN_HOOKS[name])
         return out * 2
 
-    outs = call(fn, executor)
-    with pytest.raises(RuntimeError, match=f"different collectives.*pmax in shard {slot}"):
-        within(20, torch.stack([out.sum() for out in outs]).sum().backward)
+    if how == "backward":
+        run = torch.stack([out.sum() for out in call(fn, executor)]).sum().backward
+    else:
+        run = lambda: fdp.grad(lambda w, x: fn(0, w * x).sum(), devices=DEVICES, executor=executor)(  # noqa: E731
+            torch.ones(()), torch.ones(SLOTS, 3, 2)
+        )
+    with pytest.raises(RuntimeError, match=f"^{name}: this code runs in a backward.*fdp.checkpoint_context"):
+        within(20, run)
     works(executor)
 
 
@@ -125,11 +147,13 @@ def test_one_calls_another_in_its_backward(slot: int, executor: Any):
 @each_slot
 def test_a_hook_that_changes_the_shape(slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Tensor:
-        own = x.detach().requires_grad_()
-        out = fdp.psum(argument(own)) * 1
-        if i == slot:
-            out.register_hook(lambda grad: grad[:1])
-        return torch.autograd.grad(out.sum(), own)[0]
+        def loss(own: Tensor) -> Tensor:
+            out = fdp.psum(argument(own)) * 1
+            if i == slot:
+                out.register_hook(lambda grad: grad[:1])
+            return out.sum()
+
+        return torch.func.grad(loss)(x)
 
     with pytest.raises(RuntimeError, match="changed the size"):
         call(fn, executor)
@@ -164,11 +188,10 @@ def test_a_second_backward_after_one_that_failed(executor: Any):
 
 
 @few(2)
-@first_run
 @each_executor
 @each_slot
 @each_name
-def test_an_interrupt(name: str, slot: int, executor: Any, known: bool):
+def test_an_interrupt(name: str, slot: int, executor: Any):
     error = KeyboardInterrupt()
 
     def fn(i: int, x: Tensor) -> Tensor:
@@ -178,7 +201,7 @@ def test_an_interrupt(name: str, slot: int, executor: Any, known: bool):
         return COLLECTIVES[name](argument(x))
 
     with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT011
-        call(fn, executor, known)
+        call(fn, executor)
     assert caught.value is error
     assert not hasattr(error, "__notes__")
     works(executor)
@@ -211,16 +234,13 @@ def test_an_interrupt_of_the_caller(executor: Any):
 
     def fn(w: Any, x: Tensor) -> Tensor:
         i = fdp.axis_index()
-        for k in range(many):  # without an interrupt it ends too
+        for k in range(3000):  # without an interrupt it ends too
             rounds[i] = k
             if i == 0 and k == 20:
                 signal.pthread_kill(main, signal.SIGINT)
             fdp.psum(k)
         return x
 
-    many = 1
-    fdp.dp_apply(fn, None, torch.ones(SLOTS), DEVICES, executor=executor)  # now it is known that its shards meet
-    many = 3000
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         fdp.dp_apply(fn, None, torch.ones(SLOTS), DEVICES, executor=executor)
     assert max(rounds) < 2900

@@ -41,23 +41,11 @@ def inside_jacrev(loss: Callable[[Tensor], Tensor], w: Tensor) -> Any:
     return torch.func.jacrev(loss)(w)
 
 
-def inside_autograd(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
-    own = w.detach().requires_grad_()
-    return torch.autograd.grad(loss(own), own)[0]
-
-
-def inside_backward(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
-    own = w.detach().requires_grad_()
-    loss(own).backward()
-    assert own.grad is not None
-    return own.grad
-
-
 def inside_fdp(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
     return fdp.grad(lambda w: loss(w), reduction="sum", axis_name="inner")(w)
 
 
-INSIDE = (inside_func, inside_vjp, inside_jacrev, inside_autograd, inside_backward, inside_fdp)
+INSIDE = (inside_func, inside_vjp, inside_jacrev, inside_fdp)
 
 
 @few(3)
@@ -108,7 +96,7 @@ def test_inside_then_outside(case: Case, executor: Any):
             out = case.call(local(case, w, x)) * w.sum()
             return (out.square() * (numbers(*out.shape) + fdp.axis_index())).sum()
 
-        return torch.autograd.grad(loss(own), own, create_graph=True)[0]
+        return torch.func.grad(loss)(own)
 
     w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
     found = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")

@@ -288,13 +288,12 @@ def inner_vmap(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
     return torch.func.vmap(lambda k: torch.func.grad(loss)(w * k, x))(factors)
 
 
-def inner_autograd(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
-    own = w.detach().requires_grad_(), x.detach().requires_grad_()
-    return torch.autograd.grad(loss(*own), own)
+def inner_fdp(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
+    return fdp.grad(loss, (0, 1), reduction="sum", axis_name="inner")(w, x)
 
 
 @each_executor
-@pytest.mark.parametrize("inner", [inner_func, inner_func_twice, inner_vmap, inner_autograd])
+@pytest.mark.parametrize("inner", [inner_func, inner_func_twice, inner_vmap, inner_fdp])
 def test_leaves_of_a_tree_inside(inner: Callable[..., Any], executor: Any):
     def mapped(with_roots: bool) -> Any:
         def loss(w: Tensor, x: Tensor) -> Tensor:

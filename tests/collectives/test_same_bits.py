@@ -14,7 +14,6 @@ from tests.common.threads import many_cores
 SIX = fdp.virtual_devices(6)
 
 
-@fdp.thread_safe
 def predict(params: dict[str, Tensor], x: Tensor) -> Tensor:
     hidden = torch.tanh(x @ params["w"] + params["b"])
     return torch.tanh(hidden @ params["w"] * params["b"])

@@ -53,6 +53,11 @@ def check_can_meet(axis: Axis, where: str) -> None:
     check_process(run.process, where)
     if run.is_over:
         raise RuntimeError(f"{where}: the call over axis {axis.slot.axis_name!r} has ended")
+    if run.lacks_slots:
+        raise RuntimeError(
+            f"{where}: {run.count} of {axis.slot.count} slots have rows in this microbatch, and the others do not come. "
+            "Choose microbatches so that each slot has a row in each"
+        )
     if innermost.thread != threading.get_ident():
         raise RuntimeError(f"{where}: this thread is none of fdp's; call collectives where the function runs")
     if IN_PLACE.get():

@@ -27,6 +27,7 @@ class Mode(NamedTuple):
     executor: Executor = "auto"
     seed: Seed | None = None
     peers: PeerCall = ALONE_IN_CALL
+    lacks_slots: bool = False  # these are not the shards of all slots
 
 
 def check_executor(executor: Executor, where: str) -> None:
@@ -72,7 +73,9 @@ def run(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode, t
     if len(tasks) > 1:
         install()
     kind = InOrder if why_in_order(mode, len(tasks)) is not None else SideBySide
-    failures = kind(tasks, slots, mode.peers).run(take)
+    own = kind(tasks, slots, mode.peers)
+    own.lacks_slots = mode.lacks_slots
+    failures = own.run(take)
     if failures:
         try:
             raise _noted(failures)

@@ -35,7 +35,7 @@ class Run:
         self.count, self.first = len(slots), slots[0].index
         self.process = os.getpid()
         self.depth, self.level = torch_private.depth(), torch_private.forward_level()
-        self.has_met, self.is_over = False, False
+        self.has_met, self.is_over, self.lacks_slots = False, False, False
         self.interrupt: BaseException | None = None
         self.results: list[Any] = [None] * len(slots)
         self.errors: dict[int, BaseException] = {}

@@ -14,9 +14,11 @@ What holds at any time:
 
 import contextlib
 import contextvars
+import operator
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from queue import SimpleQueue
@@ -27,7 +29,7 @@ import torch
 from fdp._execution.baton import Stop
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, taken
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, taken
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot, is_forked
@@ -71,12 +73,16 @@ class SideBySide(Run):
     def run(self, take: Take) -> Failures:
         """Run all slots; `take` has the results in order."""
         error: BaseException | None = None
-        threads = taken(self.count, self._number)
-        jobs = [partial(self._serve, i, thread) for i, thread in enumerate(threads)]
-        begin: Any = SimpleQueue.put
+        threads: list[SlotThread] = []
+        begun: list[bool] = []
         try:
-            list(map(begin, [thread.jobs for thread in threads], jobs))  # all or none: one call of C
-        except BaseException as other:  # an interrupt that came after it
+            threads = taken(self.count, self._number)
+            begin = [partial(thread.jobs.put, partial(self._serve, i, thread)) for i, thread in enumerate(threads)]
+            deque(map(operator.call, [*begin, partial(begun.append, True)]), 0)  # all or none: one call of C
+        except BaseException as other:
+            if not begun:
+                let_go(threads)
+                raise
             error = other
         while len(self._over) < self.count:
             try:

@@ -46,28 +46,30 @@ class ShardGradients(NamedTuple):
         is_inside = not torch.compiler.is_compiling() and len(AXES.get()) > 0
         differentiate = self._transformed if is_inside or needs_transform(given) else self._by_autograd
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
-        for batch in _rounds(self.partition.slots):
-            differentiate(batch, take, attached=attached)
+        rounds = _rounds(self.partition.slots)
+        for batch in rounds:
+            mode = self.mode._replace(lacks_slots=len(batch) < len(rounds[0]))
+            differentiate(batch, mode, take, attached=attached)
 
-    def _transformed(self, batch: list[int], take: Take, *, attached: bool) -> None:
+    def _transformed(self, batch: list[int], mode: Mode, take: Take, *, attached: bool) -> None:
         """By one `torch.func.vjp` around the call."""
         slots = [self.slots[i] for i in batch]
 
         def losses(forwards: Sequence[Callable[[], object]]) -> list[object]:
-            return run_all(forwards, slots, self.mode)
+            return run_all(forwards, slots, mode)
 
         shards, shares = [self.shards[i] for i in batch], [self.shares[i] for i in batch]
         with _noting(slots):
-            results = transformed(self.problem, shards, shares, self.create_graph, losses, self.mode.peers)
+            results = transformed(self.problem, shards, shares, self.create_graph, losses, mode.peers)
         for i, result in zip(batch, results, strict=True):
             take(i, result)
 
-    def _by_autograd(self, batch: list[int], take: Take, *, attached: bool) -> None:
+    def _by_autograd(self, batch: list[int], mode: Mode, take: Take, *, attached: bool) -> None:
         where, graph, slots, peers = (
             self.problem.where,
             self.create_graph,
             [self.slots[i] for i in batch],
-            self.mode.peers,
+            mode.peers,
         )
         aliases = [inputs_of(self.problem, self.shards[i]).aliases(attached) for i in batch]
         with torch.enable_grad():
@@ -89,7 +91,7 @@ class ShardGradients(NamedTuple):
             else:
                 take(batch[k], found)
 
-        run([partial(differentiated, k) for k in range(len(batch))], slots, self.mode, sort)
+        run([partial(differentiated, k) for k in range(len(batch))], slots, mode, sort)
         if not met:
             return
         with _noting(slots):

@@ -85,8 +85,8 @@ class InOrder(Run):
             return False
         strand.tree.remove(self)
         if len(strand.tree.strands) == 1:  # this is the outermost call that has met
-            above_slots(strand.tree.number)
             HERE.strand = None
+            above_slots(strand.tree.number)
         return has_threads
 
     def meet(self, key: Any, index: int, come: Callable[[Any], Callable[[], bool]], make: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """What a collective makes of the tensors of all slots: ordinary differentiable operations, and so one graph."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from fdp._execution.run import Run
 from fdp._placement.moves import copy
 
 Grad = Tensor | None
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Value = tuple[Operation, Sequence[Tensor], Sequence[bool] | None]
 """An operation, its tensors, and of gradients which are given: the others are zeros that stand for nothing."""
 
@@ -32,27 +34,33 @@ def combined(
         everybody = run.peers.everywhere([given for *_, given in values], operation.name)
         columns, before = [operation.reached(each) for each in zip(*everybody, strict=True)], run.peers.slots_before()
         reached = [[column[before + i] for column in columns] for i in range(len(values))]
-    rows = [
-        list(tensors) if is_recorded else [x.detach() for x in tensors]
-        for (_, tensors, _), is_recorded in zip(values, are_recorded, strict=True)
-    ]
-    with torch.set_grad_enabled(any(are_recorded)):
-        found = _dealt(run, operation, rows, key, say)
-        for i, is_recorded in enumerate(are_recorded):
-            found[i] = list(Fence.apply(run, *found[i])) if is_recorded else [x.detach() for x in found[i]]
+    rows = [tensors for _, tensors, _ in values]
+    has_graph = run.depth > 0 or run.level >= 0 or run.peers.has_others()
+    if not has_graph and not any(True in map(_REQUIRES_GRAD, row) for row in rows):
+        found = _dealt(run, operation, rows, key, say, packs=operation.elementwise)
+    else:
+        pairs = zip(rows, are_recorded, strict=True)
+        rows = [tensors if is_recorded else [x.detach() for x in tensors] for tensors, is_recorded in pairs]
+        with torch.set_grad_enabled(any(are_recorded)):
+            found = _dealt(run, operation, rows, key, say)
+            for i, is_recorded in enumerate(are_recorded):
+                found[i] = list(Fence.apply(run, *found[i])) if is_recorded else [x.detach() for x in found[i]]
     for other, _, _ in values[1:]:
         vars(other).update(vars(operation))  # the sizes that it has seen
     return [Taken(*pair) for pair in zip(found, reached, strict=True)]
 
 
 def _dealt(
-    run: Run, operation: Operation, rows: list[list[Tensor]], key: Any, say: Callable[[], str]
+    run: Run,
+    operation: Operation,
+    rows: list[Sequence[Tensor]],
+    key: Any,
+    say: Callable[[], str],
+    *,
+    packs: bool = False,
 ) -> list[list[Tensor]]:
     devices, names = [slot.device for slot in run.slots], _Leaves(operation.name)
-    has_graph = run.depth > 0 or (torch.is_grad_enabled() and any(x.requires_grad for row in rows for x in row))
-    layout = None
-    if operation.elementwise and not has_graph and run.level < 0 and not run.peers.has_others():
-        layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows)
+    layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows) if packs else None
     if layout is not None:
         rows = [_packed(layout, row, device, names) for row, device in zip(rows, devices, strict=True)]
     columns = list(zip(*rows, strict=True))

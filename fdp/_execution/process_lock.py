@@ -30,17 +30,18 @@ def is_held_here() -> bool:
 
 @contextlib.contextmanager
 def exclusively() -> Iterator[None]:
-    """Have it meanwhile."""
-    holder = _holder()
-    before = holder.count
+    """Have it meanwhile. Slots of one tree may leave it in any order: the last one releases it."""
+    holder, taken = _holder(), list[None]()
     try:
+        before = holder.count
         take: list[Any] = [] if before else [_LOCKS[0].acquire]
-        _at_once([*take, partial(setattr, holder, "count", before + 1)])
+        _at_once([*take, partial(setattr, holder, "count", before + 1), partial(taken.append, None)])
         yield
     finally:
-        if holder.count > before:
-            leave: list[Any] = [] if before else [_LOCKS[0].release]
-            _at_once([partial(setattr, holder, "count", before), *leave])
+        if taken:
+            left = holder.count - 1
+            leave: list[Any] = [] if left else [_LOCKS[0].release]
+            _at_once([taken.clear, partial(setattr, holder, "count", left), *leave])
 
 
 def _at_once(steps: list[Any]) -> None:

@@ -95,7 +95,7 @@ class SideBySide(Run):
                 error = other
         if error is not None:
             self.stop(error)
-        if torch.get_num_threads() != self._before:  # what a thread sets is also that of threads to come
+        if self._state.threads != self._before:  # what a thread sets is also that of threads to come
             torch.set_num_threads(self._before)
         try:
             above_slots(max(self._highest))

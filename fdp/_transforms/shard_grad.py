@@ -164,8 +164,12 @@ def joint(
     inputs = [x for found in forwards for x in found.inputs.leaves]
     grads: Any = [None] * len(inputs)
     if roots and inputs:
-        with torch.autograd.set_multithreading_enabled(False):
-            grads = torch_private.gradients(roots, inputs, given, create_graph=graph)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                grads = torch_private.gradients(roots, inputs, given, create_graph=graph)
+        except BaseException:
+            _drop_what_is_left()
+            raise
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     found, results = iter(grads), []
     for out, own in forwards:
@@ -173,6 +177,14 @@ def joint(
             out = Out(out.loss.detach(), _detached(out.aux, where), out.buffers)
         results.append(ShardResult(out, own.cut(islice(found, len(own.leaves))), own.leaves if graph else ()))
     return results
+
+
+def _drop_what_is_left() -> None:
+    """After a backward that failed torch keeps the nodes that are still to be visited, until the next one here."""
+    if torch_private.current_graph_task_id() == -1:
+        with torch.enable_grad():
+            nothing = torch.zeros(0, device="cpu", requires_grad=True)
+            torch.autograd.grad(nothing.neg(), nothing, nothing.detach())
 
 
 def forward(problem: Problem, shard: Shard, inputs: Inputs) -> Forward:

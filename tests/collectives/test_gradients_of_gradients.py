@@ -140,8 +140,6 @@ def test_of_one_slots_output(slot: int, executor: Any):
 
 
 def test_torch_func_around_a_gradient_function():
-    """An error says what to write instead, and that is right."""
-
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return fdp.psum((w * x).sum()).sin() * x.square().mean()
 
@@ -154,9 +152,8 @@ def test_torch_func_around_a_gradient_function():
     def grad(w: Tensor) -> Tensor:
         return fdp.grad(loss, devices=three)(w, X).sum()
 
-    with pytest.raises(RuntimeError, match=r"fdp\.grad and its kin count as inside.*f is fdp\.dp_apply of the loss"):
-        torch.func.grad(grad)(W)
     expected = torch.func.grad(lambda w: torch.func.grad(alone)(w).sum())(W)
+    assert_close_tree(torch.func.grad(grad)(W), expected)
     assert_close_tree(torch.func.grad(lambda w: torch.func.grad(whole)(w).sum())(W), expected)
     w = W.clone().requires_grad_()
     assert_close_tree(torch.autograd.grad(grad(w), w)[0], expected)
@@ -207,6 +204,10 @@ def test_nested(output: int, slot: int, inner_executor: Any, executor: Any):
     x = numbers(4, 4).abs()
     x[0, 0] = x[3, 2] = x[1, 3] = 0  # of the roots, which have no part in it
     call = outer(executor, inner_executor)
+    if executor == "threads":
+        with pytest.raises(RuntimeError, match=r"psum: executor='threads': a collective over axis 'outer'.*further out"):
+            call(W, x)
+        return
     found = within(30, lambda: derivatives(lambda w, x: [call(w, x)[output][slot]], x=x, order=2))
     assert_close_tree(found, derivatives(lambda w, x: [of_blocks(w, x)[output][slot]], x=x, order=2))
 

@@ -56,27 +56,20 @@ def test_only_one_slot_gives_what_needs_a_gradient(name: str, slot: int, executo
 @pytest.mark.parametrize("slot", range(3))
 @pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "ppermute-ring")])
 def test_only_one_slot_uses_the_result(case: Case, slot: int, executor: Any):
-    """Right if all return it, an error that says so if the others let go of it."""
+    """The others let go of it."""
 
-    def fn(w: Tensor, x: Tensor, keep: bool) -> Any:
+    def fn(w: Tensor, x: Tensor) -> Any:
         out = case.call(local(case, w, x))
-        used = out.sum() if fdp.axis_index() == slot else w.sum()
-        return (used, out) if keep else used
+        return out.sum() if fdp.axis_index() == slot else w.sum()
 
     w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
-    call: Any = fdp.shard_map(
-        fn, devices=fdp.virtual_devices(3), in_dims=(None, 0, None), out_dims="list", executor=executor
-    )
     rows = balanced(7, 3)
     results = case.oracle([local(case, v, x) for x in X.split(rows)], rows)
     expected = [out.sum() if i == slot else v.sum() for i, out in enumerate(results)]
     product(expected, cotangents(expected)).backward()
-    outs, _ = call(w, X, True)
+    outs: Any = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), out_dims="list", executor=executor)
     product(outs, cotangents(outs)).backward()
     assert_close_tree(w.grad, v.grad)
-    outs = call(w, X, False)
-    with pytest.raises(RuntimeError, match=rf"goes through it in shard {slot}, but shard . has let go of the result"):
-        product(outs, cotangents(outs)).backward()
 
 
 @few()
@@ -157,8 +150,20 @@ def test_graph_kept_and_freed(case: Case, executor: Any):
     assert_close_tree(torch.autograd.grad(loss, (w, x), allow_unused=True), first)
     with pytest.raises(RuntimeError, match=r"backward through the graph.* a second time"):
         torch.autograd.grad(loss, (w, x))
-    outs = mapped(case, 3, executor)(w, x)
+
+
+@few(2)
+@each_executor
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_of_all_slots_is_freed_at_once(name: str, executor: Any):
+    """What is sent to one slot alone has a graph of its own."""
+    w, x = leaves()
+    outs = mapped(CASES[name], 3, executor)(w, x)
     torch.autograd.grad(outs[0].sum(), w)
+    if name.startswith("ppermute"):
+        expected = plain(CASES[name], 3)(w, x)
+        assert_close_tree(torch.autograd.grad(outs[1].sum(), w), torch.autograd.grad(expected[1].sum(), w))
+        return
     with pytest.raises(RuntimeError, match=r"backward through the graph.* a second time"):
         torch.autograd.grad(outs[1].sum(), w)
 

@@ -24,7 +24,7 @@ def wake_workers() -> None:
     There a thread alone frees what it has made, and looks for that when it runs Python, so not while it waits for work.
     One may let go of what another has made, so they are woken more than once.
     """
-    count = max(2, sum(thread.name == "fdp-worker" for thread in threading.enumerate()))
+    count = max(2, sum(thread.name == "fdp-slot" for thread in threading.enumerate()))
     for _ in range(0 if HAS_LOCK else 3):
         fdp.dp_apply(lambda _, x: x * fdp.psum(1), None, torch.ones(count), fdp.virtual_devices(count))
 

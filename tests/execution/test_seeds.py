@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import fdp
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.depth import few
-from tests.common.functions import anew
 from tests.common.numbers import numbers
 from tests.common.threads import side_by_side
 
@@ -291,12 +290,12 @@ def test_states_are_taken_one_at_a_time():
     assert set(crowds) == {1}
 
 
-# ---- a function that turns out to meet others begins anew
+# ---- without a seed
 
 MEETS: dict[str, Callable[[Draw, Any], Any]] = {
-    "dp_apply": lambda fn, executor: fdp.dp_apply(anew(lambda _, x: fn(x)), None, X, SLOTS, executor=executor),
+    "dp_apply": lambda fn, executor: fdp.dp_apply(lambda _, x: fn(x), None, X, SLOTS, executor=executor),
     "shard_map": lambda fn, executor: fdp.shard_map(fn, devices=SLOTS, executor=executor)(X),
-    "grad": lambda fn, executor: fdp.grad(anew(lambda w, x: fn(w * x).sum()), devices=SLOTS, executor=executor)(W, X),
+    "grad": lambda fn, executor: fdp.grad(lambda w, x: fn(w * x).sum(), devices=SLOTS, executor=executor)(W, X),
     "inside a transform": lambda fn, executor: torch.func.vmap(
         fdp.shard_map(fn, devices=SLOTS, executor=executor), randomness="different"
     )(torch.stack([X, X])),
@@ -307,11 +306,10 @@ MEETS: dict[str, Callable[[Draw, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", MEETS.values(), ids=MEETS)
-def test_the_first_call_draws_what_later_ones_draw(call: Callable[[Draw, Any], Any]):
+def test_a_seed_of_the_process_repeats_what_slots_draw(call: Callable[[Draw, Any], Any]):
     def fn(x: Tensor) -> Tensor:
         return F.dropout(x) - fdp.psum(x.sum())
 
-    fn = anew(fn)
     results, states = [], []
     for _ in range(3):
         torch.manual_seed(SEED)
@@ -322,23 +320,21 @@ def test_the_first_call_draws_what_later_ones_draw(call: Callable[[Draw, Any], A
     assert not torch.equal(states[0], torch.manual_seed(SEED).get_state())  # the next call draws something else
 
 
-@few()
-@each_executor
-@pytest.mark.parametrize("name", [name for name in MEETS if name != "inside another"])
-def test_a_first_run_leaves_no_trace(name: str, executor: Any):
-    """What is drawn before the first collective, by a run that is given up."""
-    runs = []
+def test_slots_draw_in_turn_from_the_generator_of_the_process():
+    """All before the first collective, in slot order, and then all after it: each draw once."""
 
-    def fn(x: Tensor) -> Tensor:
-        if not runs:
-            runs.append(F.dropout(x))
-        return x - fdp.psum(x.sum())
+    def fn(_: Any, x: Tensor) -> Tensor:
+        first = torch.rand(len(x))
+        fdp.psum(0)
+        return torch.stack([first, torch.rand(len(x))], 1)
 
     torch.manual_seed(SEED)
-    before = torch.get_rng_state()
-    MEETS[name](anew(fn), executor)
-    assert runs
-    assert torch.equal(torch.get_rng_state(), before)
+    found = fdp.dp_apply(fn, None, X, SLOTS)
+    state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    firsts, seconds = ([torch.rand(2) for _ in SLOTS] for _ in range(2))
+    assert_same_tree(found, torch.stack([torch.cat(firsts), torch.cat(seconds)], 1))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @each_executor
@@ -346,11 +342,9 @@ def test_a_first_run_leaves_no_trace(name: str, executor: Any):
 def test_a_seed_repeats_what_nested_slots_draw_before_they_meet(inner: str, executor: Any):
     devices = fdp.virtual_devices(2)
 
-    @fdp.thread_safe
     def draws(w: Tensor, x: Tensor) -> Tensor:
         return x * w + torch.rand(()) + 0 * fdp.psum(x.sum(), "inner")
 
-    @fdp.thread_safe
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return w * draws(w, x).mean()
 

@@ -15,7 +15,7 @@ EXECUTORS = ["sequential", "threads", "auto"]
 
 
 def calls(fn: Any, params: Any, executor: Any) -> list[Any]:
-    """What several calls return: under "auto" they run in both ways."""
+    """What several calls return."""
     return [fdp.dp_apply(fn, params, X, SLOTS, executor=executor) for _ in range(4)]
 
 
@@ -28,7 +28,6 @@ def test_attributes(executor: str, four_cores: None):
     w = parameter()
     w.scale = 2.0  # pyright: ignore[reportAttributeAccessIssue]
 
-    @fdp.thread_safe
     def scaled(w: Any, x: Tensor) -> Tensor:
         return x * w * w.scale
 
@@ -38,7 +37,6 @@ def test_attributes(executor: str, four_cores: None):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_class(executor: str, four_cores: None):
-    @fdp.thread_safe
     def kinds(w: Tensor, x: Tensor) -> Tensor:
         return x * w if isinstance(w, nn.Parameter) else x
 
@@ -51,7 +49,6 @@ def test_the_class(executor: str, four_cores: None):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_gradient(executor: str, four_cores: None):
-    @fdp.thread_safe
     def stepped(w: Any, x: Tensor) -> Tensor:
         return x * (w - 0.5 * w.grad)
 
@@ -63,7 +60,6 @@ def test_the_gradient(executor: str, four_cores: None):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_sparse_ones(executor: str, four_cores: None):
-    @fdp.thread_safe
     def mixed(s: Tensor, x: Tensor) -> Tensor:
         return torch.sparse.mm(s, x.t()).t()
 
@@ -101,6 +97,5 @@ class Scale:
 def test_functions_that_cannot_be_compared():
     scales = [Scale("same", torch.full((2,), factor, dtype=torch.float64)) for factor in (1.0, 2.0)]
     for scale in scales:
-        for fn in (scale, fdp.thread_safe(scale)):
-            out = fdp.dp_apply(fn, torch.tensor(5.0), X, SLOTS)
-            assert torch.equal(out, X * scale.w * 5)
+        out = fdp.dp_apply(scale, torch.tensor(5.0), X, SLOTS)
+        assert torch.equal(out, X * scale.w * 5)

@@ -27,7 +27,6 @@ def flags() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch._C._is_fwd_grad_enabled(),
-        torch._C._is_multithreading_enabled(),
         torch._C._is_view_replay_enabled(),
         _C._get_torch_function_state(),
         torch.is_autocast_enabled("cpu"),
@@ -102,6 +101,22 @@ def test_flags_are_carried_into_threads(name: str, slots: int):
     want, seen, threads = in_threads(CARRIED[name], flags, slots)
     assert seen == [want] * slots
     assert threads > 1 or slots == 1
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("around", [True, False])
+def test_a_backward_in_a_slot_stays_in_its_thread(around: bool, executor: Any):
+    """Those of autograd's own know no slots. Outside all is as before."""
+    seen = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._is_multithreading_enabled())
+        return w * fdp.psum(x)
+
+    with torch.autograd.set_multithreading_enabled(around):
+        fdp.dp_apply(fn, W, torch.arange(3.0), fdp.virtual_devices(3), executor=executor)
+        assert torch._C._is_multithreading_enabled() == around
+    assert seen == [False] * 3
 
 
 @pytest.mark.parametrize("name", STAYS)

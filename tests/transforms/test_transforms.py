@@ -24,6 +24,7 @@ V = torch.tensor([0.3, 1.1], dtype=torch.float64)
 SLOTS = fdp.virtual_devices(3)
 EXECUTORS: Any = ("sequential", "threads")
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+REFUSED = r"executor='threads': the function calls .*, which enters forward mode .* Pass executor='sequential', or"
 
 
 pytestmark = pytest.mark.usefixtures("switching")
@@ -109,7 +110,7 @@ MAPPED: dict[str, Callable[[Fn, Any], Fn]] = {
 }
 INNER = (("hessian", "dp_apply"), ("jvp", "dp_apply"), ("jvp", "value_and_grad"))
 OFTEN = [(outside, *inner) for outside in ("grad", "vmap", "vjp") for inner in INNER]
-IN_ORDER = ("jvp", "jacfwd", "hessian")  # forward mode: even threads run one shard after the other
+IN_ORDER = ("jvp", "jacfwd", "hessian")  # forward mode: around the call even threads run one shard after the other
 
 
 @few(3)
@@ -121,8 +122,14 @@ def test_inside_and_outside(outside: str, inside: str, call: str, times: int = 1
     want = differentiate(PLAIN[call](INSIDE[inside]))
     for tensor in want if isinstance(want, tuple) else (want,):
         assert tensor.abs().max() > 1e-3  # zeros would hide what got lost
-    for executor in ("sequential", *["threads"] * times):
-        assert_close_tree(differentiate(MAPPED[call](INSIDE[inside], executor)), want)
+    assert_close_tree(differentiate(MAPPED[call](INSIDE[inside], "sequential")), want)
+    for _ in range(times):
+        if inside in IN_ORDER and outside not in IN_ORDER:  # its level is one for all threads
+            with pytest.raises(RuntimeError, match=REFUSED):
+                differentiate(MAPPED[call](INSIDE[inside], "threads"))
+        else:
+            assert_close_tree(differentiate(MAPPED[call](INSIDE[inside], "threads")), want)
+    assert_close_tree(differentiate(MAPPED[call](INSIDE[inside], "sequential")), want)
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(30, marks=pytest.mark.deep)])
@@ -143,9 +150,9 @@ def test_threads_run_under_all_but_forward_mode(outside: str, call: str):
         return rows(w, x)
 
     OUTSIDE[outside](MAPPED[call](inside, "threads"))
-    # Calls one after another may have other workers.
-    assert len(threads) >= meeting.parties if meeting.parties > 1 else len(threads) == 1
-    assert threading.get_ident() in threads
+    # Calls one after another may have other threads.
+    assert len(threads) >= meeting.parties if meeting.parties > 1 else threads == {threading.get_ident()}
+    assert (threading.get_ident() in threads) == (meeting.parties == 1)
 
 
 # ---- what goes wrong without fdp

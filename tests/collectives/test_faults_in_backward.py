@@ -112,7 +112,9 @@ def test_a_backward_of_autograd_inside_is_refused(method: str, name: str, execut
         total = COLLECTIVES[name](argument(own)).sum() * own.sum()
         return torch.autograd.grad(total, own)[0] if method == "grad" else (total.backward(), own.grad)[1]
 
-    with pytest.raises(RuntimeError, match=r"^torch\.autograd\.grad or \.backward\(\) inside.*use torch\.func\.grad or"):
+    with pytest.raises(
+        RuntimeError, match=r"^torch\.autograd\.grad or \.backward\(\) inside.*use torch\.func\.grad or"
+    ):
         call(fn, executor)
     works(executor)
 

@@ -81,7 +81,7 @@ def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], conte
         RuntimeError: In the backward, if the block calls other collectives than before.
     """
     log = _Log()
-    return _writing(log), _reading(log, AXES.get())
+    return _writing(log), _Reading(log, AXES.get())
 
 
 @contextlib.contextmanager
@@ -93,14 +93,22 @@ def _writing(log: _Log) -> Iterator[None]:
         _LOG.reset(token)
 
 
-@contextlib.contextmanager
-def _reading(log: _Log, axes: tuple[Axis, ...]) -> Iterator[None]:
-    generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
-    log.reading = iter(log.kept)
-    tokens, states = (_LOG.set(log), AXES.set(axes)), states_of(generators)
-    try:
-        yield
-    finally:
-        put_states(generators, states)
-        _LOG.reset(tokens[0])
-        AXES.reset(tokens[1])
+@final
+class _Reading(contextlib.AbstractContextManager[None]):
+    """As a context, which may be entered again: a backward may come more than once."""
+
+    def __init__(self, log: _Log, axes: tuple[Axis, ...]) -> None:
+        self._log, self._axes = log, axes
+
+    def __enter__(self) -> None:
+        axes = self._axes
+        self._generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
+        self._log.reading = iter(self._log.kept)
+        self._states = states_of(self._generators)
+        self._tokens = _LOG.set(self._log), AXES.set(axes)
+
+    def __exit__(self, *exception: object) -> None:
+        put_states(self._generators, self._states)
+        log, axes = self._tokens
+        _LOG.reset(log)
+        AXES.reset(axes)

@@ -30,6 +30,8 @@ class Run:
     slots in other processes. An `interrupt` ends all slots, each at its next collective.
     """
 
+    is_beside = False  # its slots run side by side
+
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         self.tasks, self.slots, self.peers = tasks, slots, peers
         self.count, self.first = len(slots), slots[0].index

@@ -50,6 +50,8 @@ if hasattr(os, "register_at_fork"):
 class SideBySide(Run):
     """See above."""
 
+    is_beside = True
+
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         super().__init__(tasks, slots, peers)
         install()

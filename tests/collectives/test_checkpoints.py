@@ -1,0 +1,179 @@
+"""Activation checkpointing around collectives: the numbers are those without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fdp
+from tests.collectives.cases import CASES, EXECUTORS, Case, W, X, each_case
+from tests.common.comparing import assert_close_tree
+
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+saving: dict[str, Any] = {"use_reentrant": False, "context_fn": fdp.checkpoint_context}
+
+
+def saved(block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return checkpoint(block, *args, **saving, **options)
+
+
+def plainly(block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return block(*args)
+
+
+def both(run: Callable[[Callable[..., Any]], Any]) -> None:
+    assert_close_tree(run(saved), run(plainly))
+
+
+@each_executor
+@each_case
+def test_each_collective(case: Case, executor: Any):
+    """Beside others nothing may look at generators."""
+    keep = {} if executor == "sequential" else {"preserve_rng_state": False}
+
+    def run(way: Callable[..., Any]) -> Any:
+        def block(h: Tensor) -> Tensor:
+            return (case.call(case.before(h).tanh()) * h.sum()).sin()
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            return way(block, w * x, **keep)
+
+        w = W.clone().requires_grad_()
+        outs = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
+        value = torch.stack([out.square().sum() for out in outs]).sum()
+        return value, torch.autograd.grad(value, w)
+
+    if case not in (CASES["ppermute-nothing"],):
+        both(run)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_dropout_before_and_after_what_slots_meet_in(seed: int | None, microbatches: int):
+    """What others drew meanwhile is not drawn again."""
+
+    def block(h: Tensor) -> Tensor:
+        h = nn.functional.dropout(h, 0.4) * fdp.psum(h.sum())
+        return nn.functional.dropout(h, 0.4).sin() * fdp.pmean(h.mean(), weight="rows") + torch.rand_like(h) * h
+
+    def run(way: Callable[..., Any]) -> Any:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            h = way(block, w * x)
+            return way(block, h).square().mean()
+
+        torch.manual_seed(7)
+        options: Any = {"devices": fdp.virtual_devices(3), "seed": seed, "microbatches": microbatches}
+        found = fdp.value_and_grad(loss, **options)(W, X)
+        return (*found, torch.rand(2, dtype=torch.float64))
+
+    both(run)
+
+
+def test_batch_norm_over_all_slots():
+    """Its statistics are written twice, as those of torch's are."""
+
+    def run(way: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
+        block = fdp.nn.convert_sync_batchnorm(model)
+        apply, (params, buffers) = fdp.functional(block)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return way(lambda x: apply((params, buffers), x)[0], x).square().mean()
+
+        return fdp.value_and_grad(loss, devices=fdp.virtual_devices(3))(params, X)
+
+    both(run)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, way: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.first = way, nn.Linear(3, 5).double()
+        self.block = fdp.nn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self.block, self.first(x))
+
+
+def test_in_a_data_parallel():
+    def run(way: Callable[..., Any]) -> Any:
+        model = fdp.DataParallel(Checkpointed(way), ["cpu"] * 3)
+        out = model(X)
+        out.square().sum().backward()
+        return out, [p.grad for p in model.parameters()]
+
+    both(run)
+
+
+def test_one_inside_another():
+    def inner(h: Tensor) -> Tensor:
+        return h.sin() * fdp.psum(h.sum())
+
+    def run(way: Callable[..., Any]) -> Any:
+        def block(h: Tensor) -> Tensor:
+            return way(inner, h.cos() * fdp.psum(h.sum())) * fdp.axis_index()
+
+        return fdp.value_and_grad(lambda w, x: way(block, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
+
+    both(run)
+
+
+def test_a_second_backward():
+    def block(h: Tensor) -> Tensor:
+        return h.sin() * fdp.psum(h.sum())
+
+    def run(way: Callable[..., Any]) -> Any:
+        w = W.clone().requires_grad_()
+        value = fdp.dp_apply(lambda w, x: way(block, w * x), w, X, fdp.virtual_devices(2)).square().sum()
+        return [torch.autograd.grad(value, w, retain_graph=True) for _ in range(2)]
+
+    both(run)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_block_that_calls_others_when_it_is_computed_again(early: bool):
+    times: list[int] = []
+
+    def block(h: Tensor) -> Tensor:
+        times.append(1)
+        return h.sin() * (fdp.psum(h.sum()) if len(times) <= 2 else fdp.pmax(h.detach().sum()))
+
+    w = W.clone().requires_grad_()
+    out = fdp.dp_apply(lambda w, x: saved(block, w * x), w, X, fdp.virtual_devices(2))
+    with pytest.raises(RuntimeError, match="pmax: a block under activation checkpointing calls other collectives"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_without_the_context_the_error_says_what_to_write(slots: int):
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: h.sin() * fdp.psum(h.sum()), w * x, use_reentrant=False)
+
+    w = W.clone().requires_grad_()
+    out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(slots))
+    with pytest.raises(RuntimeError, match=r"psum: this code runs in a backward.*context_fn=fdp\.checkpoint_context"):
+        out.sum().backward()
+
+
+def test_a_block_without_collectives_and_outside_of_slots():
+    def run(way: Callable[..., Any]) -> Any:
+        w = W.clone().requires_grad_()
+        return torch.autograd.grad(way(lambda h: h.sin().exp(), w * X).sum(), w)
+
+    both(run)
+
+
+def test_axis_index_in_a_hook_of_a_backward():
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        h = w * x
+        h.register_hook(lambda grad: grad * fdp.axis_index())
+        return h * fdp.psum(h.sum())
+
+    w = W.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"axis_index: this code runs in a backward.*take axis_index\(\) before"):
+        fdp.dp_apply(fn, w, X, fdp.virtual_devices(2)).sum().backward()

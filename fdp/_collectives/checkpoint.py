@@ -8,7 +8,7 @@ where they were after it.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -27,11 +27,34 @@ class _Kept(NamedTuple):
 
 @final
 class _Log:
-    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
+    """What collectives returned in a block: written in the forward, read each time that it is recomputed.
+
+    In the slots of calls inside of the block each has its own part: they do not take turns again.
+    """
 
     def __init__(self) -> None:
-        self.kept: list[_Kept] = []
-        self.reading: Iterator[_Kept] | None = None
+        self._axes = len(AXES.get())
+        self._kept: dict[Any, list[_Kept]] = {}
+        self._places: dict[Any, int] | None = None  # where it is read
+
+    def is_read(self) -> bool:
+        return self._places is not None
+
+    def rewind(self) -> None:
+        self._places = {}
+
+    def write(self, kept: _Kept) -> None:
+        self._kept.setdefault(self._part(), []).append(kept)
+
+    def read(self) -> _Kept | None:
+        part = self._part()
+        assert self._places is not None
+        place = self._places[part] = self._places.get(part, -1) + 1
+        kept = self._kept.get(part, ())
+        return kept[place] if place < len(kept) else None
+
+    def _part(self) -> Any:
+        return tuple([(axis.slot.index, axis.slot.piece) for axis in AXES.get()[self._axes :]])
 
 
 _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", default=None)
@@ -43,12 +66,12 @@ def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree
     if log is None:
         return call()
     generators = [] if BESIDE.get() else generators_of(device)
-    if log.reading is None:
+    if not log.is_read():
         result = call()
         kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
-        log.kept.append(_Kept(where, kept, states_of(generators)))
+        log.write(_Kept(where, kept, states_of(generators)))
         return result
-    kept = next(log.reading, None)
+    kept = log.read()
     if kept is None or kept.where != where:
         raise RuntimeError(
             f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
@@ -103,7 +126,7 @@ class _Reading(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         axes = self._axes
         self._generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
-        self._log.reading = iter(self._log.kept)
+        self._log.rewind()
         self._states = states_of(self._generators)
         self._tokens = _LOG.set(self._log), AXES.set(axes)
 

@@ -123,6 +123,24 @@ def test_one_inside_another():
     both(run)
 
 
+def test_a_call_inside():
+    """Its slots took turns in the forward, and do not when the block is computed again."""
+
+    def part(w: Tensor, x: Tensor) -> Tensor:
+        first = fdp.psum((w * x).sin().sum(), "inner") * x
+        second = fdp.psum((first * x * fdp.axis_index("inner")).sum(), ("inner", "data"))
+        return (first * second).tanh() * w
+
+    def run(way: Callable[..., Any]) -> Any:
+        def block(w: Tensor, h: Tensor) -> Tensor:
+            twice = [fdp.dp_apply(part, w, h, fdp.virtual_devices(2), axis_name="inner") for _ in range(2)]
+            return twice[0] * twice[1]
+
+        return fdp.value_and_grad(lambda w, x: way(block, w, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
+
+    both(run)
+
+
 def test_a_second_backward():
     def block(h: Tensor) -> Tensor:
         return h.sin() * fdp.psum(h.sum())

@@ -316,9 +316,7 @@ def crossing(kind: str, names: Sequence[str], executor: Any) -> Callable[[Tensor
 @pytest.mark.parametrize("names", [["data", "inner"], ["data", "middle", "inner"]], ids=len)
 def test_axes_in_different_orders(names: list[str], kind: str, executor: Any):
     """The error says in which collectives of which axes the slots wait."""
-    match = (
-        "waits for shard" if executor == "sequential" else "psum: executor='threads': .*further out"
-    )
+    match = "waits for shard" if executor == "sequential" else "psum: executor='threads': .*further out"
     with pytest.raises(RuntimeError, match=match) as caught:
         limited(lambda: crossing(kind, names, executor)(torch.arange(8.0)))
     if executor == "sequential":

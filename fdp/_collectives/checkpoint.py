@@ -8,7 +8,7 @@ where they were after it.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
@@ -27,34 +27,20 @@ class _Kept(NamedTuple):
 
 @final
 class _Log:
-    """What collectives returned in a block: written in the forward, read each time that it is recomputed.
-
-    In the slots of calls inside of the block each has its own part: they do not take turns again.
-    """
+    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
 
     def __init__(self) -> None:
         self._axes = len(AXES.get())
-        self._kept: dict[Any, list[_Kept]] = {}
-        self._places: dict[Any, int] | None = None  # where it is read
+        self.kept: list[_Kept] = []
+        self.reading: Iterator[_Kept] | None = None
 
-    def is_read(self) -> bool:
-        return self._places is not None
-
-    def rewind(self) -> None:
-        self._places = {}
-
-    def write(self, kept: _Kept) -> None:
-        self._kept.setdefault(self._part(), []).append(kept)
-
-    def read(self) -> _Kept | None:
-        part = self._part()
-        assert self._places is not None
-        place = self._places[part] = self._places.get(part, -1) + 1
-        kept = self._kept.get(part, ())
-        return kept[place] if place < len(kept) else None
-
-    def _part(self) -> Any:
-        return tuple([(axis.slot.index, axis.slot.piece) for axis in AXES.get()[self._axes :]])
+    def check(self, where: str) -> None:
+        """Slots that take turns inside of the block save tensors in turn; torch knows them by their order."""
+        if any(axis.run.count > 1 for axis in AXES.get()[self._axes :]):
+            raise RuntimeError(
+                f"{where}: in a call inside of a block under activation checkpointing. Its slots take turns now, and "
+                "would not when the block is computed again. Write the checkpoint inside of the function of that call"
+            )
 
 
 _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", default=None)
@@ -66,12 +52,13 @@ def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree
     if log is None:
         return call()
     generators = [] if BESIDE.get() else generators_of(device)
-    if not log.is_read():
+    log.check(where)
+    if log.reading is None:
         result = call()
         kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
-        log.write(_Kept(where, kept, states_of(generators)))
+        log.kept.append(_Kept(where, kept, states_of(generators)))
         return result
-    kept = log.read()
+    kept = next(log.reading, None)
     if kept is None or kept.where != where:
         raise RuntimeError(
             f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
@@ -101,7 +88,8 @@ def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], conte
         them with `use_reentrant=False`.
 
     Raises:
-        RuntimeError: In the backward, if the block calls other collectives than before.
+        RuntimeError: In the backward, if the block calls other collectives than before; at once, if it makes a call of
+            its own whose slots meet.
     """
     log = _Log()
     return _writing(log), _Reading(log, AXES.get())
@@ -126,7 +114,7 @@ class _Reading(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         axes = self._axes
         self._generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
-        self._log.rewind()
+        self._log.reading = iter(self._log.kept)
         self._states = states_of(self._generators)
         self._tokens = _LOG.set(self._log), AXES.set(axes)
 

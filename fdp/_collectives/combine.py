@@ -122,16 +122,27 @@ class Identity(torch.autograd.Function):
         return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
 
 
-class Undifferentiable(Identity):
-    """What has no gradient, by the name of the collective."""
+class Undifferentiable(torch.autograd.Function):
+    """The first `count` tensors, as functions of the others that have no gradient; `name` is that of the collective."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> Any:
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, ctx.count, *_ = inputs
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
-        return None, *_refused(ctx.known, grads)
+        return None, None, *_refused(ctx.name, grads), *(None for _ in grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(_refused(ctx.known, tangents[1:]))
+        return tuple(_refused(ctx.name, tangents[2:])[: ctx.count])
 
 
 def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:

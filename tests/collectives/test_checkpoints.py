@@ -123,20 +123,45 @@ def test_one_inside_another():
     both(run)
 
 
-def test_a_call_inside():
-    """Its slots took turns in the forward, and do not when the block is computed again."""
-
-    def part(w: Tensor, x: Tensor) -> Tensor:
-        first = fdp.psum((w * x).sin().sum(), "inner") * x
-        second = fdp.psum((first * x * fdp.axis_index("inner")).sum(), ("inner", "data"))
-        return (first * second).tanh() * w
+def test_the_largest_value_as_a_constant():
+    def block(h: Tensor) -> Tensor:
+        largest = fdp.pmax(h.max()).detach()
+        return largest + fdp.psum((h - largest).exp().sum()).log() + h
 
     def run(way: Callable[..., Any]) -> Any:
-        def block(w: Tensor, h: Tensor) -> Tensor:
-            twice = [fdp.dp_apply(part, w, h, fdp.virtual_devices(2), axis_name="inner") for _ in range(2)]
-            return twice[0] * twice[1]
+        return fdp.value_and_grad(lambda w, x: way(block, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
 
-        return fdp.value_and_grad(lambda w, x: way(block, w, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
+    both(run)
+
+
+@pytest.mark.parametrize("name", ["inner", "data"])
+def test_a_call_inside_whose_slots_meet_is_refused(name: str):
+    def block(w: Tensor, h: Tensor) -> Tensor:
+        def part(w: Tensor, x: Tensor) -> Tensor:
+            return fdp.psum((w * x).sin().sum(), name) * x
+
+        return fdp.dp_apply(part, w, h, fdp.virtual_devices(2), axis_name="inner")
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return saved(block, w, w * x).mean()
+
+    with pytest.raises(RuntimeError, match=r"psum: in a call inside of a block.*Write the checkpoint inside"):
+        fdp.value_and_grad(loss, devices=fdp.virtual_devices(2))(W, X)
+
+
+def test_a_call_inside_and_around():
+    """A checkpoint around a call with collectives, and one in each slot."""
+
+    def run(way: Callable[..., Any]) -> Any:
+        def part(w: Tensor, x: Tensor) -> Tensor:
+            return way(lambda h: h.sin() * fdp.psum(h.sum()), w * x)
+
+        def block(w: Tensor, x: Tensor) -> Tensor:
+            return fdp.dp_apply(part, w, x, fdp.virtual_devices(3))
+
+        w = W.clone().requires_grad_()
+        out = checkpoint(block, w, X, use_reentrant=False) if way is saved else block(w, X)
+        return out, torch.autograd.grad(out.square().sum(), w)
 
     both(run)
 

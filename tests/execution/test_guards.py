@@ -11,7 +11,8 @@ from torch import nn
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import fdp
 from tests.common.depth import few
@@ -64,7 +65,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
     "GRU": lambda: nn.GRU(3, 3, batch_first=True),
     "hook": hooked,
-    "hook that closes over the module": closing,
     "buffer": Rebinding,
     "batch norm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(),
 }
@@ -157,47 +157,81 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(40, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("fn", FORWARD.values(), ids=FORWARD)
-def test_forward_mode_in_shards(fn: Callable[..., torch.Tensor], times: int):
+def test_forward_mode_in_shards_is_refused(fn: Callable[..., torch.Tensor]):
     w = torch.tensor([0.3, -0.5, 0.7], dtype=torch.float64)
-    want = torch.cat([fn(w, part) for part in X.split(2)])
-    for _ in range(times):
-        torch.testing.assert_close(threads(fn, w, X), want)
-    assert forward_ad._current_level == -1
-    assert eager_transforms.JVP_NESTING == 0
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"executor='threads': the function calls .*forward mode.*'sequential'"):
+            threads(fn, w, X)
+        assert forward_ad._current_level == -1
+        assert eager_transforms.JVP_NESTING == 0
+    found = fdp.dp_apply(fn, w, X, fdp.virtual_devices(4))
+    torch.testing.assert_close(found, torch.cat([fn(w, part) for part in X.split(2)]))
 
 
-def test_forward_mode_that_is_met_first_under_a_gradient():
-    def curved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return hessian(lambda w: (torch.sin(x @ w) * w.prod()).sum())(w).sum(1, keepdim=True) * x.sum(1).sum()
-
-    def outside(w: torch.Tensor) -> torch.Tensor:
-        options: Any = {"out_dims": "sum", "executor": executor}
-        return fdp.dp_apply(curved, w, X, fdp.virtual_devices(4), **options).sin().sum()
-
-    found = []
-    for executor in ("threads", "sequential"):  # noqa: B007
-        found.append(grad(outside)(torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)))
-    assert torch.equal(*found)
+def looking(look: Callable[[], Any]) -> Callable[..., torch.Tensor]:
+    return lambda w, x: (look(), w * x)[1]
 
 
-def test_forward_mode_in_several_callers():
-    threads(torch.mul, X[0], X)
-    w, wrong = torch.tensor([0.3, -0.5, 0.7], dtype=torch.float64), []
-    want = FORWARD["jvp"](w, X)
+def checkpointed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.mul, w, x, use_reentrant=False)
 
-    def caller(executor: Any) -> None:
-        for _ in range(40):
-            got = fdp.dp_apply(FORWARD["jvp"], w, X, fdp.virtual_devices(3), executor=executor)
-            wrong.extend([] if torch.allclose(got, want) else [got])
 
-    callers = [threading.Thread(target=caller, args=(executor,)) for executor in ("threads",) * 6]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    assert wrong == []
+CLOSING, NORMED = closing().double(), parametrizations.weight_norm(nn.Linear(3, 3)).double()
+
+
+def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(CLOSING, dict(CLOSING.named_parameters()), (w * x,))
+
+
+def cached(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with parametrize.cached():
+        return fdp.functional_call(NORMED, dict(NORMED.named_parameters()), (w * x,))
+
+
+def seeded(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(2), seed=1)
+
+
+REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "manual_seed": (looking(lambda: torch.manual_seed(0)), r"torch\.manual_seed, which looks at"),
+    "seed": (looking(lambda: torch.seed()), r"torch\.seed, which looks at"),
+    "get_rng_state": (looking(lambda: torch.get_rng_state()), r"torch\.get_rng_state, which looks at"),
+    "set_rng_state": (
+        looking(lambda: torch.random.set_rng_state(torch.zeros(1))),
+        r"torch\.set_rng_state, which looks",
+    ),
+    "checkpoint": (checkpointed, "torch.get_rng_state.*preserve_rng_state=False does too"),
+    "a seeded call": (seeded, "another one with a seed, which looks at"),
+    "a module in place": (in_place, "a module that can only be called in place.*remove what leads back"),
+    "cached parametrizations": (cached, r"parametrize\.cached\(\), whose cache is one for all threads"),
+}
+RUN: dict[str, Callable[..., Any]] = {
+    "dp_apply": threads,
+    "value_and_grad": lambda fn, w, x: fdp.value_and_grad(
+        lambda w, x: fn(w, x).mean(), devices=fdp.virtual_devices(4), executor="threads"
+    )(w, x),
+}
+
+
+@few(3)
+@pytest.mark.parametrize("run", RUN.values(), ids=RUN)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_process_to_itself_is_refused(name: str, run: Callable[..., Any]):
+    fn, match = REFUSED[name]
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=f"executor='threads': the function calls .*{match}"):
+        run(fn, X[0], X)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(threads(torch.mul, X[0], X), X[0] * X)
+
+
+def test_a_checkpoint_that_keeps_no_state_is_allowed():
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: h.sin(), w * x, use_reentrant=False, preserve_rng_state=False)
+
+    found = RUN["value_and_grad"](fn, X[0], X)
+    torch.testing.assert_close(found, torch.func.grad_and_value(lambda w: (w * X).sin().mean())(X[0])[::-1])
 
 
 def is_forward_mode() -> bool:
@@ -217,26 +251,6 @@ def test_a_float_count_shows_forward_mode():
         assert is_forward_mode()
 
 
-def test_forward_mode_in_a_shard_elsewhere_does_not_matter_here():
-    inside, go = threading.Event(), threading.Event()
-
-    def waiting(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        with forward_ad.dual_level():
-            inside.set()
-            assert go.wait(30)
-        return w * x
-
-    thread = threading.Thread(target=lambda: threads(waiting, X[0], X))
-    thread.start()
-    assert inside.wait(30)
-    try:
-        assert forward_ad._current_level == 0
-        assert not is_forward_mode()
-    finally:
-        go.set()
-        thread.join()
-
-
 def test_forward_mode_may_wait_for_a_thread_that_uses_it():
     threads(torch.mul, X[0], X)
 
@@ -248,22 +262,6 @@ def test_forward_mode_may_wait_for_a_thread_that_uses_it():
         return x
 
     jvp(waits, (X[0],), (X[0],))
-
-
-@pytest.mark.parametrize("name", ["jvp", "hessian"])
-def test_forward_mode_that_fails_leaves_nothing(name: str):
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        def failing(w: torch.Tensor) -> torch.Tensor:
-            raise ValueError("inside")
-
-        return jvp(failing, (w,), (w,))[1] if name == "jvp" else hessian(failing)(w)
-
-    for _ in range(5):
-        with pytest.raises(ValueError, match="inside"):
-            threads(fn, X[0], X)
-    assert forward_ad._current_level == -1
-    assert not is_forward_mode()
-    torch.testing.assert_close(threads(FORWARD[name], X[0], X), torch.cat([FORWARD[name](X[0], p) for p in X.split(2)]))
 
 
 def test_guards_that_come_while_forward_mode_is_on():
@@ -282,25 +280,3 @@ print(tangent.tolist(), forward_ad._current_level, torch.func.jvp(torch.sin, (x,
 """
     result = run_program(program)
     assert result.stdout == "[0.0, 2.0, 4.0, 6.0] -1 torch.Size([4])\n", result.stderr
-
-
-def test_forward_mode_and_modules_called_in_place_do_not_wait_for_each_other():
-    class Derivative(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return jvp(lambda x: super(Derivative, self).forward(x).sin(), (input,), (torch.ones_like(input),))[1]
-
-    module = Derivative(3, 3).double()
-    module.register_forward_hook(lambda _, args, out: scaled(out, module))  # a clone would not follow
-    apply, (params, buffers) = fdp.functional(module)
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        def call(x: torch.Tensor) -> torch.Tensor:
-            return apply((params, buffers), x)[0]
-
-        # In one half of the shards forward mode comes first, in the other the module.
-        return jvp(call, (x,), (x,))[0] if x[0, 0] > 0 else call(x)
-
-    x = torch.arange(24, dtype=torch.float64).reshape(8, 3) * torch.tensor([1.0, 1, -1, -1] * 2)[:, None] + 0.1
-    want = torch.cat([fn(X[0], part) for part in x.split(2)])
-    for _ in range(50):
-        torch.testing.assert_close(threads(fn, X[0], x), want)

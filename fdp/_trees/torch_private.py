@@ -75,6 +75,7 @@ without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interp
 with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
 _FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
 eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
+_jvp = _use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
 _forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
 
 

@@ -19,7 +19,7 @@ from fdp._trees.tree import map_tensors
 from fdp._trees.types import Tree
 
 
-class _Kept(NamedTuple):
+class _Returned(NamedTuple):
     where: str
     result: Tree
     states: list[torch.Tensor]
@@ -31,8 +31,8 @@ class _Log:
 
     def __init__(self) -> None:
         self._axes = len(AXES.get())
-        self.kept: list[_Kept] = []
-        self.reading: Iterator[_Kept] | None = None
+        self.kept: list[_Returned] = []
+        self.reading: Iterator[_Returned] | None = None
 
     def check(self, where: str) -> None:
         """Slots that take turns inside of the block save tensors in turn; torch knows them by their order."""
@@ -56,7 +56,7 @@ def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree
     if log.reading is None:
         result = call()
         kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
-        log.kept.append(_Kept(where, kept, states_of(generators)))
+        log.kept.append(_Returned(where, kept, states_of(generators)))
         return result
     kept = next(log.reading, None)
     if kept is None or kept.where != where:

@@ -113,16 +113,16 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, _, ctx.names, ctx.leaf = inputs
+        x, ctx.to, ctx.names, ctx.leaf = inputs
         ctx.device = x.device
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _sent(grad, ctx.device, ctx.names, ctx.leaf), None, None, None
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _sent(grads[0], ctx.device, ctx.names, ctx.leaf), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, device: torch.device, *_: Any) -> Tensor:
-        return tangent.to(device)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].to(ctx.to)
 
 
 class _Leaves(NamedTuple):

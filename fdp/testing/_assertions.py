@@ -111,7 +111,7 @@ def assert_data_parallel(
         check(case, ways)
 
 
-def _is_loss(run: Run, fn: Function, out_dims: Dims | Auto) -> bool:
+def _is_loss(run: CheckedRun, fn: Function, out_dims: Dims | Auto) -> bool:
     out = run.results[0][1]
     joined = out_dims is not AUTO or getattr(fn, "out_dims", AUTO) is not AUTO
     return not joined and isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point()

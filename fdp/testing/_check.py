@@ -34,7 +34,7 @@ def check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
         )
 
 
-def _check_repeats(case: Case, whole: Run) -> bool:
+def _check_repeats(case: Case, whole: CheckedRun) -> bool:
     """Raise if a second call gives other results; whether they are the same bits."""
     again = case.whole(case.places)
     try:
@@ -53,7 +53,7 @@ def _check_repeats(case: Case, whole: Run) -> bool:
 
 
 @contextlib.contextmanager
-def _told(case: Case, whole: Run, way: Way) -> Iterator[None]:
+def _told(case: Case, whole: CheckedRun, way: Way) -> Iterator[None]:
     """Turn what is raised on several slots only into an AssertionError."""
     try:
         yield
@@ -78,7 +78,7 @@ def _told(case: Case, whole: Run, way: Way) -> Iterator[None]:
         ) from error
 
 
-def _fail(case: Case, whole: Run, found: Difference, way: Way) -> NoReturn:
+def _fail(case: Case, whole: CheckedRun, found: Difference, way: Way) -> NoReturn:
     others = f"; {len(found.others)} more too, from {found.others[0]} on" if found.others else ""
     raise AssertionError(
         f"{WHERE}: {found.leaf.path} differs {way}, from one call with all {case.sample.rows} rows: it {found.text}"

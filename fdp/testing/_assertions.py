@@ -7,7 +7,7 @@ import torch
 from fdp._placement.devices import as_devices, virtual_devices
 from fdp._transforms.arguments import check_function
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
-from fdp.testing._case import WHERE, Case, Loss, Way
+from fdp.testing._case import WHERE, Case, CheckedRun, Loss, Way
 from fdp.testing._check import check, check_unwritten
 from fdp.testing._compare import Tolerance
 from fdp.testing._sample import Sample

@@ -6,7 +6,7 @@ import torch
 
 from fdp._placement.join import mean
 from fdp._placement.partition import balanced
-from fdp.testing._case import Case, Loss, Way, derivatives
+from fdp.testing._case import Case, CheckedRun, Loss, Way, derivatives
 from fdp.testing._compare import Difference, Leaf, first_of, wide
 
 _MEET = (

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from fdp._trees.listing import listed
-from fdp.testing._case import WHERE, Case, Way
+from fdp.testing._case import WHERE, Case, CheckedRun, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError
 from fdp.testing._sample import Arguments

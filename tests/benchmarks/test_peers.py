@@ -71,5 +71,10 @@ def test_where_the_time_of_a_call_goes(monkeypatch: pytest.MonkeyPatch, capfd: p
         monkeypatch.setattr(peers.stages, name, 2)
     assert peers.main(["--profile", "small MLP"]) == 0
     table = capfd.readouterr().out
-    for name in ("whole call", "fdp.scatter", "fdp.shard 0", "fdp.reduce"):
-        assert re.search(rf"^caller  {name} +\d+\.\d{{3}} +\d+\.\d{{3}} +100%$", table, re.MULTILINE), table
+    for who, name in (
+        ("caller", "whole call"),
+        ("caller", "fdp.scatter"),
+        ("worker", "fdp.shard 0"),
+        ("caller", "fdp.reduce"),
+    ):
+        assert re.search(rf"^{who}  {name} +\d+\.\d{{3}} +\d+\.\d{{3}} +100%$", table, re.MULTILINE), table

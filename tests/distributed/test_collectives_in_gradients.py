@@ -93,13 +93,29 @@ def gradients(seat: Seat, loss: Loss, layout: Layout, microbatches: int) -> Any:
     x, w = rows(seat, layout), parameters()
     options: Any = {"microbatches": microbatches, **seat.on}
     step = fdp.value_and_grad(loss, **options)
-    found: list[Any] = [step(w.detach(), x), torch.autograd.grad(step(w, x)[0], w)]
+    found: list[Any] = [step(w.detach(), x)]
+    if loss in (unused, lonely):  # their derivatives are refused, below
+        return {"whole": found}
+    found.append(torch.autograd.grad(step(w, x)[0], w))
     found.append(torch.autograd.grad(step(w, x)[1].square().sum(), w))
     (second,) = torch.autograd.grad(step(w, x)[1].square().sum(), w, create_graph=True)
     found.append(torch.autograd.grad(second.square().sum(), w))
     value, grad = step(w, x)
     found.append(torch.autograd.grad(value.sin() * grad.sin().sum(), w))
     return {"whole": found}
+
+
+def differentiated(mesh: Any, order: int) -> None:
+    w = parameters()
+    made = fdp.value_and_grad(unused, devices=mesh)(w, numbers(2, 3) + mesh.rank)
+    torch.autograd.grad(made[order].sum(), w)
+
+
+@pytest.mark.parametrize("order", [0, 1], ids=["value", "gradient"])
+def test_what_processes_make_of_other_results_cannot_be_differentiated_again(two: Pool, order: int):
+    for found in two.outcomes(differentiated, 1, order):
+        assert isinstance(found, Failure)
+        assert "psum: the processes do not fit together: derivative" in str(found)
 
 
 @each_layout

@@ -179,11 +179,9 @@ PRIVATE = {
     "tests/accelerator/test_command.py": "copies that go wrong between devices, and small products on a slow device",
     "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
+    "tests/distributed/test_chain.py": "exchanges of one call by themselves, to any order of derivative",
     "tests/distributed/test_notices.py": "when a process says that it waits long, without waiting so long",
-    "tests/execution/test_scheduler.py": "every order in which threads can take turns",
-    "tests/execution/test_scheduler_threads.py": "turns by themselves, with threads that fail in them",
     "tests/nn/test_parallel_apply.py": "GPUs of different size",
-    "tests/placement/test_timings.py": "which way is tried when, without waiting for it",
     "tests/trees/test_tensors_in.py": "containers of which nothing is known, without a call that gets to know them",
     "tests/trees/test_torch_private.py": "private names of torch, of which that file is the list",
 }

@@ -146,11 +146,19 @@ class Identity(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.known, *_ = inputs
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in output]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
+        return _all_there(tangents[1:], ctx.kinds)
+
+
+def _all_there(tangents: Sequence[Grad], kinds: Sequence[Any]) -> Any:
+    """Zeros for those that are missing: of floats torch takes no None."""
+    pairs = zip(tangents, kinds, strict=True)
+    made = [torch.zeros(s, dtype=t, device=d) if x is None else x.view_as(x) for x, (s, t, d) in pairs]
+    return tuple(x if x.is_floating_point() or x.is_complex() else None for x in made)
 
 
 class Undifferentiable(torch.autograd.Function):
@@ -165,6 +173,7 @@ class Undifferentiable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.name, ctx.count, *_ = inputs
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in output]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -173,7 +182,7 @@ class Undifferentiable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(_refused(ctx.name, tangents[2:])[: ctx.count])
+        return _all_there(_refused(ctx.name, tangents[2:])[: ctx.count], ctx.kinds)
 
 
 def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fdp
 from tests.collectives.cases import (
     EXECUTORS,
     Case,
@@ -97,3 +98,17 @@ def test_transforms_outside(case: Case, transform: Callable[..., Any]):
         return lambda w: torch.stack([(out.square() * (i + 1)).sum() for i, out in enumerate(fn(w, X))]).sum()
 
     assert_close_tree(transform(loss(mapped(case, 3, "auto")))(W), transform(loss(plain(case, 3)))(W))
+
+
+def test_forward_mode_past_what_has_no_tangent():
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        found = fdp.psum({"none": x.sum(), "count": torch.tensor(len(x)), "loss": (w * x).sum()})
+        return found["none"] * w * found["count"] + found["loss"] * fdp.pmax(x.detach()).sum()
+
+    x, w = numbers(4, 2), torch.tensor(0.7, dtype=torch.float64)
+    top = torch.maximum(x[:2], x[2:]).sum()
+    out, pushed = torch.func.jvp(
+        lambda w: fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), out_dims="sum"), (w,), (w.cos(),)
+    )
+    torch.testing.assert_close(out, 2 * (x.sum() * w * 4 + (w * x).sum() * top))
+    torch.testing.assert_close(pushed, 2 * (x.sum() * 4 + x.sum() * top) * w.cos())

@@ -11,6 +11,7 @@ from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Walk, items, join_path
 from fdp.nn._contents import Contents
+from fdp.nn._reachable import may_lead_to
 from fdp.nn._tensor_slots import TensorSlots
 
 
@@ -20,6 +21,7 @@ class Skeleton:
 
     `trusted` says that calling the clone is calling the module: nothing that the two share leads back to the module.
     Unless `cyclic`, a skeleton does not keep its module alive. `slots` are its parameters and buffers.
+    `is_kept` says that forward has put something that leads to the clone into a container of the module.
     `has_own_statistics` says that several slots do not compute what one device does.
     """
 
@@ -41,6 +43,7 @@ class Skeleton:
         boxes = [*walk.states, *(box for box in walk.registries if box.seen), *walk.containers]
         self._parts = [*self._clones, *(box.own for box in boxes)]
         self._marks: dict[str, Any] = {}
+        self.is_kept = False
         self.has_buffers = any(kind == "_buffers" and box.seen for _, kind, box in self._registries)
         del walk, boxes
         self._counts = list(map(sys.getrefcount, self._parts))
@@ -106,10 +109,11 @@ class Skeleton:
         Given the bound names, do so to its attributes and registries too, but for what is under them.
         """
         bound = [] if names is None else self.slots.take_out(names)
-        plain = self.contents.write_back(
+        others = self.contents.write_back(
             lambda: {id(clone): part for part, clone in self.pairs(module)}, attributes=names is not None
         )
-        self.cyclic |= not plain  # what was written may be the module
+        self.cyclic |= bool(others)  # what was written may be the module
+        self.is_kept |= bool(others) and may_lead_to(others, self.ids)
         for slot, key, now in bound:
             slot[key] = now
 

@@ -45,10 +45,6 @@ class Contents:
             box.own.update(marks)
         self._idle.renew()
 
-    def can_be_filled(self) -> bool:
-        """Whether there are lists, dicts or sets that a forward may put something into."""
-        return any(not _is_of_parameters(box) for box in self._containers)
-
     def are_current(self) -> bool:
         """Whether the module's are as they were."""
         untouched = not self._seen.changed(self._now) and not any(self._nothing)
@@ -97,22 +93,22 @@ class Contents:
         untouched = self._own == self._quiet and not any(self._blank)
         return untouched and (not self._full or all(same(box.own, box.idle) for box in self._full))
 
-    def write_back(self, originals: Callable[[], dict[int, Any]], *, attributes: bool) -> bool:
-        """Do to the module's what a call has done to the clone's. Was all of it numbers, strings and tensors?
+    def write_back(self, originals: Callable[[], dict[int, Any]], *, attributes: bool) -> list[Any]:
+        """Do to the module's what a call has done to the clone's. What of it is no number, string or tensor?
 
         Without attributes and registries if only containers are asked for.
         """
         if attributes and not self._idle.changed(self._attributes) and self._are_quiet():
-            return True
+            return []
         boxes = self._boxes() if attributes else self._containers
         changed = [box for box in boxes if not _is_of_parameters(box) and not same(box.own, box.idle)]
         table = originals() | {id(box.own): box.original for box in self._boxes()} if changed else {}
-        plain = True
+        others: list[Any] = []
         for box in changed:
             now = _carry(box.own, table, box.idle, box.seen)
-            plain &= _are_plain(_not_in(box.seen, now))
+            others += [value for value in _not_in(box.seen, now) if not _are_plain([value])]
             merge(box.original, box.seen, now)
-        return plain
+        return others
 
     def are_filled(self) -> bool:
         """Whether a call has changed a list, dict or set of the clone."""

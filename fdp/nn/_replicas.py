@@ -95,11 +95,18 @@ class Replica:
             self.skeleton.write_back(self._module)
 
     def end(self) -> None:
-        """Let go of the tensors. If nobody else holds the clone, it serves the next call."""
+        """Let go of the tensors. If nobody else holds the clone, it serves the next call.
+
+        What the module keeps of it computes with the module's own from then on.
+        """
         skeleton = self.skeleton
         del self.root, self.skeleton, self._copies
-        if skeleton is not None and not is_held(skeleton):
+        if skeleton is None:
+            return
+        if not is_held(skeleton):
             keep(clear(skeleton), self._module, of_replicas=True)
+        elif skeleton.is_kept:
+            skeleton.slots.bind({})
 
 
 class Loan:

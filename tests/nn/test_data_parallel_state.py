@@ -20,7 +20,6 @@ from tests.nn.modules_of_data_parallel import Apply, mlp, value_and_grads
 TWO = ["cpu", "cpu"]
 
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
-in_order = pytest.mark.parametrize("executor", ["sequential", "auto"])
 
 
 # ---------------------------------------------------------------- state
@@ -128,13 +127,13 @@ def test_gradients_are_off_where_they_are_off():
         assert_close_tree(value_and_grads(shim, module, x), value_and_grads(module, module, x))
 
 
-@in_order
+@each_executor
 def test_the_state_of_the_thread_is_that_of_the_caller(executor: Any):
     """Torch leaves most of it behind."""
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
     seen: list[Any] = []
 
-    def fn(x: Tensor) -> Tensor:
+    def fn(x: Tensor, variable: contextvars.ContextVar[str]) -> Tensor:
         product = x @ x.mT
         state = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
         seen.append((*state, product.dtype, torch.zeros(()).device.type, torch.zeros(()).dtype, variable.get()))
@@ -146,7 +145,7 @@ def test_the_state_of_the_thread_is_that_of_the_caller(executor: Any):
     try:
         torch.set_default_dtype(torch.float16)
         with many_cores(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-            out = shim(x)
+            out = shim(x, variable)
     finally:
         torch.set_default_dtype(before)
         variable.reset(token)

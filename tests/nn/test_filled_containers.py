@@ -82,7 +82,7 @@ def test_gradients_pass_through_what_was_kept():
     assert_close_tree(module.layer.weight.grad, one.layer.weight.grad)
 
 
-@pytest.mark.parametrize("executor", ["sequential", "auto"])
+@in_order
 def test_replicas_put_together_what_they_kept_in_order(executor: Any):
     module = Filling()
     one, x = copy.deepcopy(module), numbers(8, 3)
@@ -157,7 +157,7 @@ def test_replicas_beside_others_that_fill_containers_are_refused():
     assert_close_tree(contents(module), before)
 
 
-@pytest.mark.parametrize("executor", ["sequential", "auto"])
+@in_order
 def test_replicas_run_in_order_where_something_else_leads_to_a_list(executor: Any):
     module, x = Indirect(), numbers(8, 3)
     with many_cores():
@@ -182,7 +182,7 @@ def test_replicas_serve_again_while_a_list_grows(executor: Any):
     with many_cores():
         for _ in range(8):
             shim(numbers(8, 3))
-    assert len(roots) <= 9  # three more after the list was empty, and three that began side by side
+    assert len(roots) <= 6  # three more after the list was empty
     assert len(shim.module.maps) == 24
 
 

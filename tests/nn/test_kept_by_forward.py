@@ -54,6 +54,28 @@ def test_what_forward_keeps_is_right_in_later_calls(make: Any, executor: Any):
 
 
 @in_order
+def test_what_each_replica_keeps_computes_with_the_weights_of_the_module(executor: Any):
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept = nn.Linear(3, 2).double(), list[Any]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(functools.partial(self.linear))
+            return self.linear(x)
+
+    module, x = Keeping(), numbers(8, 3)
+    DataParallel(module, CPUS, executor=executor)(x)
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+    assert len(module.kept) == 3
+    for kept in module.kept:
+        torch.testing.assert_close(kept(x), module.linear(x))
+        (grad,) = torch.autograd.grad(kept(x).sum(), module.linear.weight)
+        torch.testing.assert_close(grad, x.sum(0).expand(2, 3))
+
+
+@in_order
 def test_ints_of_lists_and_dicts_are_those_of_a_sequence(executor: Any):
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -533,7 +533,7 @@ def test_data_parallel(buffers, executor):
     model = convert_sync_batchnorm(single)
     parallel = fdp.DataParallel(model, ["cpu"] * 3, buffers=buffers, executor=executor)
     with many_cores():
-        for rows in (4, 7, 2, 9):  # the first call begins anew at its first collective
+        for rows in (4, 7, 2, 9):
             x, y = batch(rows, 2).requires_grad_(), batch(rows, 2).requires_grad_()
             out, want = parallel(x), single(y)
             assert_close_tree(out, want)

@@ -82,11 +82,7 @@ def test_value_and_grad(microbatches: int):
 def test_collectives(name: str, fn: Any):
     w, x = numbers(3), numbers(7, 3)
 
-    def call() -> None:
-        fdp.dp_apply(fn, w, x, SLOTS, out_dims="stack")
-
-    call()  # a first call begins shard 0 anew when it comes to its first collective
-    events = ranges(call, experimental_config=ALL_THREADS)
+    events = ranges(lambda: fdp.dp_apply(fn, w, x, SLOTS, out_dims="stack"), experimental_config=ALL_THREADS)
     count = Counter(names(events))
     assert count[name] == 1
     assert {shard: count[shard] for shard in SHARDS} == dict.fromkeys(SHARDS, 1)

@@ -107,7 +107,7 @@ def test_forward_mode_past_what_has_no_tangent():
 
     x, w = numbers(4, 2), torch.tensor(0.7, dtype=torch.float64)
     top = torch.maximum(x[:2], x[2:]).sum()
-    out, pushed = torch.func.jvp(
+    out, pushed, *_ = torch.func.jvp(
         lambda w: fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), out_dims="sum"), (w,), (w.cos(),)
     )
     torch.testing.assert_close(out, 2 * (x.sum() * w * 4 + (w * x).sum() * top))

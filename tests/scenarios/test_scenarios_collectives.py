@@ -355,8 +355,8 @@ def test_torch_optim_on_gradients_of_value_and_grad(slots: int, executor: Any):
 
 @each_executor
 @pytest.mark.parametrize("slots", [1, 2])
-def test_torch_optim_with_backward_inside(slots: int, executor: Any):
-    """Leaves that require gradients are the caller's own in `parallel_apply`: `backward` fills their `.grad`."""
+def test_torch_optim_inside(slots: int, executor: Any):
+    """Leaves that require gradients are the caller's own in `parallel_apply`, with their `.grad`."""
     devices = fdp.virtual_devices(slots)
     params = fdp.replicate(PARAMS, devices)
     for shard in params.shards:
@@ -365,10 +365,10 @@ def test_torch_optim_with_backward_inside(slots: int, executor: Any):
     optimizers = fdp.Replicated(tuple(torch_sgd(shard.values()) for shard in params.shards), devices)
 
     def step(params: Any, optimizer: Any, a: Tensor, b: Tensor) -> None:
-        optimizer.zero_grad()
-        (contrastive_sum(params, a, b) / fdp.psum(fdp.axis_rows())).backward()
-        for p in params.values():
-            p.grad = fdp.psum(p.grad)
+        given = {name: p.detach() for name, p in params.items()}
+        grads = torch.func.grad(lambda given: contrastive_sum(given, a, b) / fdp.psum(fdp.axis_rows()))(given)
+        for name, grad in fdp.psum(grads).items():
+            params[name].grad = grad
         optimizer.step()
 
     batch = [fdp.scatter(x, devices) for x in pairs(11)]

@@ -79,7 +79,6 @@ PLAINLY = {
 }
 
 
-@fdp.thread_safe
 def what_it_sees(w: Tensor, x: Tensor) -> Any:
     """No tensors, so slots must agree; and a tensor, so that there is something to compare."""
     made, product = torch.ones(2), x @ w
@@ -122,7 +121,6 @@ def test_the_function_returns_what_it_sees(name: str, slots: int, executor: Any)
 def test_the_loss_returns_what_it_sees(name: str, slots: int, executor: Any):
     """Grad mode is on inside of gradient functions, as in torch.func; the rest is what the caller set."""
 
-    @fdp.thread_safe
     def loss(w: Tensor, x: Tensor) -> Any:
         hidden, made = x @ w, torch.ones(1)
         return hidden.float().sin().mean(), (torch.is_grad_enabled(), hidden.dtype, made.dtype, made.device)
@@ -233,7 +231,6 @@ class TwoArguments(Exception):
 def failing(errors: dict[int, BaseException]) -> Callable[[Tensor, Tensor], Tensor]:
     """Slot i raises what is under i; rows are numbered."""
 
-    @fdp.thread_safe
     def fn(w: Tensor, x: Tensor) -> Tensor:
         for first, error in errors.items():
             if int(x[0]) == first:

@@ -70,14 +70,12 @@ TOKENS = (numbers(32, LENGTH) * 1000).long() % VOCABULARY
 LABELS = TOKENS.roll(-1, 1)
 
 
-@fdp.thread_safe
 def losses(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     """One a row."""
     logits, _ = APPLY((params, {}), tokens)
     return F.cross_entropy(logits.mT, labels, reduction="none").mean(1)
 
 
-@fdp.thread_safe
 def loss(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     return losses(params, tokens, labels).mean()
 
@@ -89,7 +87,6 @@ def row_loss(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 def clipped(chunk_size: int | None) -> Callable[..., Any]:
     """The sum of the gradients of the rows, none of which is longer than `BOUND`; and how many were."""
 
-    @fdp.thread_safe
     def fn(params: Any, tokens: Tensor, labels: Tensor) -> Any:
         grads = vmap(grad(row_loss), in_dims=(None, 0, 0), chunk_size=chunk_size)(params, tokens, labels)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()], 1).norm(dim=1)  # (rows,)

@@ -8,7 +8,8 @@ where they were after it.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, final
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -27,9 +28,10 @@ class _Kept(NamedTuple):
 
 @final
 class _Log:
-    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
+    """What collectives returned in a block, and in those in it: written in the forward, read when it is recomputed."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: "_Log | None") -> None:
+        self.outer = outer
         self.kept: list[_Kept] = []
         self.reading: Iterator[_Kept] | None = None
 
@@ -39,23 +41,32 @@ _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", de
 
 def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree:
     """What a collective returns, or what it returned in the forward."""
-    log = _LOG.get()
+    log, writing = _LOG.get(), list[_Log]()
     if log is None:
         return call()
+    while log is not None and log.reading is None:
+        writing.append(log)
+        log = log.outer
     generators = [] if BESIDE.get() else generators_of(device)
-    if log.reading is None:
+    if log is None or log.reading is None:
         result = call()
-        kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
-        log.kept.append(_Kept(where, kept, states_of(generators)))
-        return result
-    kept = next(log.reading, None)
-    if kept is None or kept.where != where:
-        raise RuntimeError(
-            f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
-            "must do the same each time"
-        )
-    put_states(generators, kept.states)
-    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), kept.result)
+        kept = _Kept(where, _detached(result), states_of(generators))
+    else:
+        kept = next(log.reading, None)
+        if kept is None or kept.where != where:
+            raise RuntimeError(
+                f"{where}: a block under activation checkpointing calls other collectives when it is computed again. "
+                "It must do the same each time"
+            )
+        put_states(generators, kept.states)
+        result = _detached(kept.result)
+    for each in writing:
+        each.kept.append(kept)
+    return result
+
+
+def _detached(tree: Tree) -> Tree:
+    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), tree)
 
 
 def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -80,8 +91,24 @@ def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], conte
     Raises:
         RuntimeError: In the backward, if the block calls other collectives than before.
     """
-    log = _Log()
-    return _writing(log), _reading(log, AXES.get())
+    log = _Log(_LOG.get())
+    return _writing(log), _Again(partial(_reading, log, AXES.get()))
+
+
+@final
+class _Again(contextlib.AbstractContextManager[None]):
+    """A context that is entered for each recomputation: by a second backward, and in that of a gradient."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -101,6 +128,7 @@ def _reading(log: _Log, axes: tuple[Axis, ...]) -> Iterator[None]:
     try:
         yield
     finally:
+        log.reading = None
         put_states(generators, states)
         _LOG.reset(tokens[0])
         AXES.reset(tokens[1])

@@ -1,4 +1,4 @@
-"""Random numbers, checkpoints and settings of torch in functions with collectives."""
+"""Random numbers and settings of torch in functions with collectives."""
 
 import itertools
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fdp
 from tests.collectives.cases import EXECUTORS, W, X, leaves, ring
@@ -78,65 +77,6 @@ def test_seeded_in_microbatches(executor: Any):
     assert torch.equal(found, draws(loss))
     assert len(set(found.tolist())) == 4
     assert torch.equal(found, draws(loss_alone))
-
-
-@each_executor
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant: bool, executor: Any):
-    def body(w: Tensor, x: Tensor) -> Tensor:
-        return torch.nn.functional.dropout((w * x).exp() * fdp.psum((w * x).sum()))
-
-    def fn(w: Tensor, x: Tensor, saved: bool) -> Tensor:
-        return checkpoint(body, w, x, use_reentrant=reentrant) if saved else body(w, x)
-
-    def run(saved: bool) -> Any:
-        w = W.clone().requires_grad_()
-        out = fdp.dp_apply(fn, w, (X, saved), fdp.virtual_devices(3), seed=3, executor=executor)
-        (grad,) = torch.autograd.grad(out.square().sum(), w)
-        return out, grad
-
-    if not reentrant:
-        assert_close_tree(run(saved=True), run(saved=False))
-        return
-    with pytest.raises(RuntimeError, match=r"calls whose slots meet in collectives.*Pass use_reentrant=False"):
-        run(saved=True)
-
-
-@each_executor
-def test_a_reentrant_checkpoint_beside_a_collective(executor: Any):
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return checkpoint(lambda h: torch.tanh(h * w), x, use_reentrant=True) - fdp.pmean(x.mean())
-
-    w, x = leaves()
-    out: Any = fdp.dp_apply(fn, w, x, fdp.virtual_devices(2), executor=executor)
-    with pytest.raises(RuntimeError, match=r"calls whose slots meet in collectives.*Pass use_reentrant=False"):
-        out.sum().backward()
-    out = fdp.parallel_apply(lambda w, x: checkpoint(torch.mul, x, w, use_reentrant=True), w, x, devices=("cpu",) * 2)
-    with pytest.raises(RuntimeError, match=r"not supported in parallel_apply.*Pass use_reentrant=False"):
-        fdp.gather(out, "sum").sum().backward()
-
-
-@each_executor
-def test_checkpoint_without_a_seed(executor: Any):
-    def body(w: Tensor, x: Tensor) -> Tensor:
-        return (w * x).exp() * fdp.psum((w * x).sum())
-
-    def run(keep: bool) -> Any:
-        def fn(w: Tensor, x: Tensor) -> Any:
-            return checkpoint(body, w, x, use_reentrant=False, preserve_rng_state=keep)
-
-        w = W.clone().requires_grad_()
-        out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor)
-        return torch.autograd.grad(out.sum(), w)
-
-    v = W.clone().requires_grad_()
-    expected = torch.autograd.grad((((v * X).exp()) * (v * X).sum()).sum(), v)
-    assert_close_tree(run(keep=False), expected)
-    try:
-        assert_close_tree(run(keep=True), expected)
-    except RuntimeError as error:
-        if "Pass seed=" not in str(error):
-            raise
 
 
 # ---------------------------------------------------------------- torch's settings

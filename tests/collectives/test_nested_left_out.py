@@ -1,7 +1,6 @@
 """Nested calls over two axes, of which some slots use less than others: gradients as in one graph on one device."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,6 @@ EXPECTED: dict[Loss, Callable[[Tensor], Tensor]] = {
     one_detaches: lambda w: (part(w, FIRST) + part(w.detach(), SECOND)) * w * X.sum(),
 }
 each_loss = pytest.mark.parametrize("loss", EXPECTED, ids=lambda loss: loss.__name__)
-each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
 
 
 def expected(loss: Loss) -> tuple[Tensor, Tensor]:
@@ -64,16 +62,14 @@ def expected(loss: Loss) -> tuple[Tensor, Tensor]:
     return value.detach(), torch.autograd.grad(value, w)[0]
 
 
-@each_executor
 @each_loss
-def test_a_gradient_function_around(loss: Loss, executor: Any):
-    call = fdp.value_and_grad(loss, devices=SLOTS, reduction="sum", axis_name="outer", executor=executor)
+def test_a_gradient_function_around(loss: Loss):
+    call = fdp.value_and_grad(loss, devices=SLOTS, reduction="sum", axis_name="outer")
     assert_close_tree(call(W, X), expected(loss))
 
 
-@each_executor
 @each_loss
-def test_a_gradient_from_outside(loss: Loss, executor: Any):
+def test_a_gradient_from_outside(loss: Loss):
     w = W.clone().requires_grad_()
-    value = fdp.dp_apply(loss, w, X, SLOTS, out_dims="sum", axis_name="outer", executor=executor)
+    value = fdp.dp_apply(loss, w, X, SLOTS, out_dims="sum", axis_name="outer")
     assert_close_tree((value, *torch.autograd.grad(value, w)), expected(loss))

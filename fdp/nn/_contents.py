@@ -107,7 +107,7 @@ class Contents:
             return True
         boxes = self._boxes() if attributes else self._containers
         changed = [box for box in boxes if not _is_of_parameters(box) and not same(box.own, box.idle)]
-        if changed and attributes:
+        if attributes and any(map(_is_written, changed)):
             refuse_beside("a module whose forward writes to its attributes", _WRITES)
         table = originals() | {id(box.own): box.original for box in self._boxes()} if changed else {}
         plain = True
@@ -159,6 +159,15 @@ class _Dicts:
 
 def _is_of_parameters(box: Box) -> bool:
     return box.path.rpartition(".")[2] in OF_PARAMETERS
+
+
+def _is_written(box: Box) -> bool:
+    """Whether a call has changed something else than what recurrent modules make of their parameters."""
+    own, idle = box.own, box.idle
+    if not (isinstance(own, dict) and isinstance(idle, dict)):
+        return True
+    skipped = {key: idle[key] for key in OF_PARAMETERS if key in idle}
+    return not same({**own, **skipped}, idle)
 
 
 def _follow(box: Box, now: Any, clones: Mapping[int, Any]) -> None:

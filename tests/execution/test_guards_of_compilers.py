@@ -1,7 +1,6 @@
 """Functions that compilers see, mapped by shards that run side by side."""
 
 import functools
-import threading
 from typing import Any
 
 import pytest
@@ -73,45 +72,14 @@ print(torch.equal(compiled(x), compiled(x)), torch.random.manual_seed(3) is torc
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.deep)])
-def test_a_shard_that_compiles_runs_alone(backend: str):
+def test_a_compiled_function_is_mapped(backend: str):
     torch._dynamo.reset()
-    running, beside, counting = [0], {}, threading.Lock()
-    w = torch.randn(3, dtype=torch.float64)
-
-    def noting(graph: Any, inputs: Any) -> Any:
-        # The first time for each number of rows: torch checks without a lock whether it must compile anew, and rarely
-        # compiles twice.
-        beside.setdefault((current[0], inputs[0].requires_grad), running[0])
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    inner, current = torch.compile(f, backend=noting), [0]
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        with counting:
-            running[0] += 1
-            current[0] = len(x)
-        try:
-            return inner(w, x)
-        finally:
-            with counting:
-                running[0] -= 1
-
-    for rows in (8, 7, 8, 5, 8):
-        for _ in range(4):
-            torch.testing.assert_close(threads(fn, w, X[:rows]), f(w, X[:rows]))
-        got = fdp.grad(lambda w, x: fn(w, x).mean(), devices=fdp.virtual_devices(4), executor="threads")(w, X[:rows])
+    compiled = torch.compile(f, backend=backend)
+    w, devices = torch.randn(3, dtype=torch.float64), fdp.virtual_devices(4)
+    for rows in (8, 7, 5):
+        torch.testing.assert_close(fdp.dp_apply(compiled, w, X[:rows], devices), f(w, X[:rows]))
+        got = fdp.grad(lambda w, x: compiled(w, x).mean(), devices=devices)(w, X[:rows])
         torch.testing.assert_close(got, grad(lambda w, x: f(w, x).mean())(w, X[:rows]))
-    assert beside
-    assert set(beside.values()) == {1}
-
-
-def test_a_compiled_function_is_mapped():
-    torch._dynamo.reset()
-    compiled = torch.compile(f, backend="eager")
-    for _ in range(5):
-        torch.testing.assert_close(threads(compiled, X[0], X), f(X[0], X))
-    marked = fdp.thread_safe(compiled)
-    torch.testing.assert_close(fdp.dp_apply(marked, X[0], X, fdp.virtual_devices(4)), f(X[0], X))
 
 
 class NoHash:

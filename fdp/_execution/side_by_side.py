@@ -12,6 +12,7 @@ What holds at any time:
 - Who waits looks again each time its bell rings. If all that have not ended wait for what is not over, they are told.
 """
 
+import _thread
 import contextlib
 import contextvars
 import os
@@ -27,7 +28,7 @@ import torch
 from fdp._execution.baton import Stop
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, taken
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, taken
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot, is_forked
@@ -72,12 +73,20 @@ class SideBySide(Run):
         """Run all slots; `take` has the results in order."""
         error: BaseException | None = None
         threads = taken(self.count, self._number)
-        jobs = [partial(self._serve, i, thread) for i, thread in enumerate(threads)]
-        begin: Any = SimpleQueue.put
         try:
-            list(map(begin, [thread.jobs for thread in threads], jobs))  # all or none: one call of C
-        except BaseException as other:  # an interrupt that came after it
-            error = other
+            jobs = [partial(self._serve, i, thread, _thread.allocate_lock()) for i, thread in enumerate(threads)]
+            queues: Any = [thread.jobs for thread in threads]
+        except BaseException:
+            let_go(threads)
+            raise
+        begin: Any = SimpleQueue.put
+        has_begun = False
+        while not has_begun:  # an interrupt may come before it or after it
+            try:
+                list(map(begin, queues, jobs))
+                has_begun = True
+            except BaseException as other:
+                error = other
         while len(self._over) < self.count:
             try:
                 if error is not None:
@@ -101,7 +110,10 @@ class SideBySide(Run):
         finally:
             self.results = []
 
-    def _serve(self, index: int, thread: SlotThread) -> None:
+    def _serve(self, index: int, thread: SlotThread, begun: Any) -> None:
+        """What the thread of a shard does. It may be told so twice."""
+        if not begun.acquire(False):
+            return
         try:
             advance(self._number)
             with self._turns:

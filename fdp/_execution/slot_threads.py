@@ -30,7 +30,11 @@ class SlotThread:
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
         self.number = 0
-        start_apart(threading.Thread(target=self._serve, name="fdp-slot", daemon=True))
+        try:
+            start_apart(threading.Thread(target=self._serve, name="fdp-slot", daemon=True))
+        except BaseException:  # an interrupt, perhaps: then it may have started
+            self.jobs.put(None)
+            raise
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -56,13 +60,14 @@ def common_number(count: int) -> int:
 
 def taken(count: int, number: int) -> list[SlotThread]:
     """So many threads, none of which has come further than that number."""
-    found = _idle(count, lambda thread: thread.number <= number)
-    for thread in _idle(count - len(found), lambda thread: True):  # numbers do not go back: others take their places
-        thread.jobs.put(None)
+    found: list[SlotThread] = []
     try:
+        found += _idle(count, lambda thread: thread.number <= number)
+        for thread in _idle(count - len(found), lambda thread: True):  # numbers do not go back: others take their places
+            thread.jobs.put(None)
         while len(found) < count:
             found.append(SlotThread())
-    except RuntimeError:  # there can be no more threads
+    except BaseException:  # there can be no more threads, or an interrupt
         let_go(found)
         raise
     return found

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import gc
 import os
 import signal
@@ -55,8 +54,7 @@ def test_shards_run_side_by_side(call: Callable[..., Any]):
     with many_cores():
         call(fn, 4)
     assert len(threads) == 4
-    if call is not CALLS["parallel_apply"]:  # whose slots may meet, and have threads of their own
-        assert threading.get_ident() in threads
+    assert threading.get_ident() not in threads  # the caller waits
 
 
 @each_call
@@ -112,8 +110,7 @@ def test_callers_share_the_cores():
             thread.start()
         for thread in callers:
             thread.join()
-        # A caller that comes while others have all the cores runs its shards itself: it is one thread anyway.
-        assert crowd.most <= 4 + 3
+        assert crowd.most <= 4
     assert has_all_cores()
 
 
@@ -144,75 +141,32 @@ def test_threads_inside_operations_are_divided_and_restored(intraop: int, cores:
     assert (after, fresh) == (intraop, [intraop])
 
 
-def test_auto_uses_threads_for_functions_that_are_known_to_be_safe():
-    linear = torch.nn.Linear(1, 1, dtype=torch.float64)
-    apply, state = fdp.functional(linear)
-    threads = set()
-    linear.register_forward_hook(lambda *_: threads.add(threading.get_ident()) or time.sleep(0.02))
+@pytest.mark.parametrize("executor", ["auto", "sequential"])
+def test_in_order_unless_it_is_asked_for(executor: Any):
+    used = []
 
-    @fdp.thread_safe
-    def marked(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        threads.add(threading.get_ident())
-        time.sleep(0.02)
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        used.append(threading.get_ident())
         return w * x
 
-    def unmarked(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return marked(w, x)
-
-    class Callable_:
-        def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return marked(w, x)
-
-    used = {}
     with many_cores():
-        for name, fn, params in (
-            ("apply", lambda: apply, state),
-            ("marked", lambda: marked, W),
-            ("unmarked", lambda: unmarked, W),
-            ("object", lambda: fdp.thread_safe(Callable_()), W),
-            ("bound", lambda: fdp.thread_safe(Callable_().__call__), W),
-        ):
-            threads.clear()
-            x = rows(4)[:, None] if name == "apply" else rows(4)
-            fdp.dp_apply(fn(), params, x, fdp.virtual_devices(4))
-            used[name] = len(threads) > 1
-        threads.clear()
-        torch.func.grad(lambda w: fdp.dp_apply(marked, w, rows(4), fdp.virtual_devices(4)).sum())(W)
-        used["marked, differentiated"] = len(threads) > 1
-    assert used == {
-        "apply": True,
-        "marked": True,
-        "unmarked": False,
-        "object": True,
-        "bound": True,
-        "marked, differentiated": False,
-    }
+        fdp.dp_apply(fn, W, rows(4), fdp.virtual_devices(4), executor=executor)
+    assert used == [threading.get_ident()] * 4
 
 
-def test_a_wrapper_is_not_marked():
-    apply, state = fdp.functional(torch.nn.Linear(1, 1))
+@pytest.mark.parametrize("around", [torch.func.grad, torch.func.vmap])
+def test_side_by_side_under_transforms(around: Callable[..., Any]):
+    """Of those the threads have the same."""
+    crowd = Crowd(4)
 
-    @functools.wraps(apply)
-    def logging(*args: Any) -> Any:
-        return apply(*args)
+    def call(w: torch.Tensor) -> torch.Tensor:
+        return fdp.dp_apply(crowd, w, rows(4), fdp.virtual_devices(4), executor="threads").sum()
 
-    def runs(fn: Any) -> str:
-        return fdp.explain(fn, state, torch.ones(4, 1), fdp.virtual_devices(2)).executor
-
-    assert "not known to be safe in threads" in runs(logging)
-    for fn in (apply, functools.partial(apply), torch.compile(apply, backend="eager")):
-        assert runs(fn) == "side by side in threads"
-
-
-def test_thread_safe_returns_the_function_itself():
-    def fn(x: int) -> int:
-        return x + 1
-
-    assert fdp.thread_safe(fn) is fn
-    assert fdp.thread_safe(abs)(-1) == 1
-    assert not hasattr(abs, "thread_safe")
-    with pytest.raises(TypeError, match="thread_safe: expected a function, got int"):
-        fdp.thread_safe(3)  # pyright: ignore[reportArgumentType]
+    with many_cores(4):
+        assert torch.equal(around(call)(W if around is torch.func.grad else W[None]).reshape(()), 6 * (
+            torch.ones_like(W) if around is torch.func.grad else W
+        ))
+    assert crowd.most == 4
 
 
 def test_seeded_shards_do_not_run_side_by_side():
@@ -369,26 +323,24 @@ def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_an_interrupt_leaves_nothing(delay: float):
-    started, go, ended = threading.Event(), threading.Event(), []
+    """It comes to the caller, which waits for the shards that have begun."""
+    both, go, ended = threading.Barrier(2), threading.Event(), []
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            started.set()
-            assert go.wait(30)
-        else:
-            assert started.wait(30)
+        if both.wait(30) == 0:
             time.sleep(delay)
-            threading.Timer(0.05, go.set).start()
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(delay)
+            threading.Timer(0.05, go.set).start()
+        assert go.wait(30)
         ended.append(1)
         return w * x
 
     with many_cores(2):
+        CALLS["dp_apply"](torch.mul, 6)
         before = threading.active_count()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             CALLS["dp_apply"](fn, 6)
-        assert len(ended) <= 2  # the shard of the worker was waited for, and no other began
+        assert len(ended) == 2  # no other began
         assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
     assert threading.active_count() <= before + 1
     assert has_all_cores()
@@ -423,26 +375,25 @@ def test_nothing_is_kept(call: Callable[..., Any]):
         gc.enable()
 
 
-def test_helpers_and_slots_are_the_same_threads():
-    """And helpers that wake after their call has ended are no reason to start others."""
-
+def test_shards_that_meet_or_do_not_have_the_same_threads():
     def workers() -> set[int | None]:
-        return {thread.ident for thread in threading.enumerate() if thread.name == "fdp-worker"}
+        return {thread.ident for thread in threading.enumerate() if thread.name == "fdp-slot"}
 
     used = []
 
     def meet(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         used.append(threading.get_ident())
-        return w * fdp.psum(x.sum())
+        return w * fdp.psum(x.sum()) * torch.ones_like(x)
 
-    with many_cores(4):
+    with many_cores(4), torch.no_grad():
         CALLS["dp_apply"](torch.mul, 4)
         before = workers()
-        for _ in range(100):
+        for _ in range(20):
             CALLS["dp_apply"](torch.mul, 4)
-        CALLS["dp_apply"](lambda w, x: meet(w, x) * torch.ones_like(x), 3)
+            CALLS["dp_apply"](meet, 3)
+            fdp.dp_apply(meet, W, rows(3), fdp.virtual_devices(3))
     assert workers() == before
-    assert set(used[-3:]) <= before
+    assert set(used) <= {*before, threading.get_ident()}
 
 
 # ---------------------------------------------------------------- contexts

@@ -11,28 +11,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return run_program("import fdp, threading, time, torch, os, sys\n" + textwrap.dedent(code))
 
 
-def test_a_shard_that_a_worker_has_just_taken_is_waited_for():
-    result = run_python(
-        """
-        taken = []
-        def slow(frame, event, builtin):
-            if event == "c_return" and builtin.__name__ == "popleft":
-                taken.append(frame)
-                time.sleep(0.05)
-        threading.setprofile(slow)  # for threads to come
-        os.sched_getaffinity = lambda pid: set(range(4))
-        w, x = torch.tensor(2.0), torch.arange(4.0)
-        def fn(w, x):
-            time.sleep(0.02)  # else one thread takes them all
-            return w * x
-        for _ in range(3):
-            print(torch.equal(fdp.dp_apply(fn, w, x, fdp.virtual_devices(4), executor="threads"), w * x))
-        print(len(taken) > 0)
-        """
-    )
-    assert result.stdout.split() == ["True"] * 4, result.stderr
-
-
 def test_interrupts_at_any_moment():
     result = run_python(
         """
@@ -72,9 +50,7 @@ def test_interrupts_at_any_moment():
             meeting.wait(30)  # which three at once can do, if no call has left a core reserved
             return w * x
         fdp.dp_apply(meet, w, x, fdp.virtual_devices(3), executor="threads")
-        # Without the GIL one may end while another begins.
-        most = 3 if getattr(sys, "_is_gil_enabled", lambda: True)() else 6
-        print(wrong, interrupted > 50, done > 50, threading.active_count() <= most)
+        print(wrong, interrupted > 50, done > 50, threading.active_count() <= 7)
         """
     )
     assert result.stdout.split("\n")[0] == "0 True True True", result.stderr
@@ -137,15 +113,23 @@ def test_the_interpreter_ends():
     assert (result.returncode, result.stdout, result.stderr) == (0, "30.0\n", "")
 
 
-def test_the_caller_does_it_alone_where_threads_cannot_start():
+def test_where_threads_cannot_start():
+    """It is said, and the next call works."""
     result = run_python(
         """
+        start = threading.Thread.start
         def refuse(self):
             raise RuntimeError("can't start new thread")
         threading.Thread.start = refuse
-        os.sched_getaffinity = lambda pid: set(range(4))
         w, x = torch.tensor(2.0), torch.arange(5.0)
-        print(fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(5), executor="threads").tolist())
+        def call():
+            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(5), executor="threads").tolist()
+        try:
+            call()
+        except RuntimeError as error:
+            print(error)
+        threading.Thread.start = start
+        print(call())
         """
     )
-    assert result.stdout == "[0.0, 2.0, 4.0, 6.0, 8.0]\n", result.stderr
+    assert result.stdout == "can't start new thread\n[0.0, 2.0, 4.0, 6.0, 8.0]\n", result.stderr

@@ -22,8 +22,7 @@ from _soak_calls import is_close
 from torch import nn
 
 import fdp
-from fdp._execution import pool
-from fdp._placement.slot import EXCLUSIVE
+from fdp._execution.process_lock import is_held_here
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 SLOTS, ROWS = 3, 7
@@ -133,16 +132,13 @@ def tensors_alive() -> int:
 
 def state() -> dict[str, Any]:
     """What a call has to leave as it is."""
-    lock: Any = EXCLUSIVE.lock
     return {
         "threads inside operations": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
         "threads of autograd": torch._C._is_multithreading_enabled(),
         "state of the generator": hash(bytes(torch.default_generator.get_state().tolist())),
-        "shards that run": len(pool._POOL.lanes),
-        "slots that run": sum(job.call is None for job in list(pool._POOL.busy)),
         "layers of torch.func": len(functorch.get_interpreter_stack() or ()),
-        "the lock": lock._is_owned(),
+        "the lock": is_held_here(),
         "threads": threading.active_count(),
     }
 

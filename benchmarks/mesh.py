@@ -66,7 +66,7 @@ def contenders(name: str, mesh: Any) -> dict[str, Callable[[], Any]]:
         return F.cross_entropy(out, y[0]) if y else out.mean()
 
     def step_on(devices: Any) -> Callable[[], Any]:
-        step = fdp.value_and_grad(fdp.thread_safe(loss), in_dims=(None, None, *[0] * len(own)), devices=devices)
+        step = fdp.value_and_grad(loss, in_dims=(None, None, *[0] * len(own)), devices=devices)
         return lambda: step(*state, *own)
 
     wrapped = nn.parallel.DistributedDataParallel(other, forward_sync_buffers=False, gradient_as_bucket_view=True)

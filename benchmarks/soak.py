@@ -31,7 +31,7 @@ from _measure import status
 from _soak_calls import RAN, ROWS, VARIANTS, Fault, Kind, is_close, kinds
 
 import fdp
-from fdp._execution.pool import cores
+from fdp._execution.side_by_side import cores
 
 MEMORY_BOUND = 8 * 2**20  # bytes: over 9000 calls, what 0.9 kB a call would leave
 BLOCK, THINKING = 250, 0.06  # calls, and seconds that a caller rests before each in every other block

@@ -1,7 +1,7 @@
 """Pairs of processes that take steps on a mesh, hit by a signal at a random moment: what becomes of them is counted.
 
-Steps: small (one message), large (gradients are sent while the backward goes on), with collectives (they agree in each
-step), and a small one whose processes have two slots each. Hits: Ctrl-C of one process or of both, SIGTERM, SIGKILL,
+Steps: small (gradients in one message), large (one by one), with collectives, and a small one whose processes have two
+slots each. Hits: Ctrl-C of one process or of both, SIGTERM, SIGKILL,
 SIGSTOP of one, and SIGSTOP with SIGCONT a moment later, after which the job goes on.
 
 Targets: a process that is hit ends by the signal, or by KeyboardInterrupt; the other ends by an error that says so.

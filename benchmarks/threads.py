@@ -1,7 +1,7 @@
-"""Threads of fdp beside two threads of the user's on the same halves, and `"auto"` beside the better executor.
+"""Threads of fdp beside two threads of the user's on the same halves, and beside shards in order.
 
-A step is the value and gradient of a model in its parameters, on two slots of the CPU. Targets: threads at most 1.08 of
-bare threads on the four larger models and 1.25 on the small one; "auto" at most 1.1 of the better of the two.
+A step is the value and gradient of a model in its parameters, on two slots of the CPU. Targets: threads at most 1.1 of
+bare threads on the four larger models and 1.3 on the small one.
 
 `--python` names other interpreters, such as one without the GIL. Each has a process, and they take turns.
 """
@@ -35,7 +35,6 @@ def steps(name: str, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:
     apply, (params, buffers) = fdp.functional(model)
     halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
 
-    @fdp.thread_safe
     def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(apply((params, buffers), x)[0], y)
 
@@ -57,7 +56,7 @@ def steps(name: str, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    return {"bare": bare, **{executor: on_slots(executor) for executor in ("threads", "sequential", "auto")}}
+    return {"bare": bare, **{executor: on_slots(executor) for executor in ("threads", "sequential")}}
 
 
 def serve() -> None:
@@ -99,8 +98,8 @@ def main() -> None:
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     commands = [[python, __file__, "--serve"] for python in (sys.executable, *options.python)]
     processes = {ask(process, ""): process for process in [subprocess.Popen(each, **pipes) for each in commands]}
-    columns = "".join(f"{name:>10}" for name in ("bare", "threads", "in order", "auto"))
-    print(f"{'milliseconds a step':20}{'Python':25}{columns}   threads/bare  auto/better  threads/first")
+    columns = "".join(f"{name:>10}" for name in ("bare", "threads", "in order"))
+    print(f"{'milliseconds a step':20}{'Python':25}{columns}   threads/bare  threads/order  threads/first")
     for model in SPECS:
         ask_all = [{name: ask(each, model) for name, each in processes.items()} for _ in range(rounds_of(model))]
         first = None
@@ -108,8 +107,8 @@ def main() -> None:
             times = {key: statistics.median(found[name][key] for found in ask_all) for key in ask_all[0][name]}
             first = times["threads"] if first is None else first
             each = "".join(f"{1000 * seconds:10.2f}" for seconds in times.values())
-            ratios = times["threads"] / times["bare"], times["auto"] / min(times["threads"], times["sequential"])
-            print(f"{model:20}{name:25}{each}{ratios[0]:15.2f}{ratios[1]:13.2f}{times['threads'] / first:15.2f}")
+            ratios = times["threads"] / times["bare"], times["threads"] / times["sequential"]
+            print(f"{model:20}{name:25}{each}{ratios[0]:15.2f}{ratios[1]:15.2f}{times['threads'] / first:15.2f}")
     for process in processes.values():
         process.communicate()
 

@@ -111,7 +111,6 @@ def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> dict[str, 
 
     apply, (params, buffers) = fdp.functional(model)
 
-    @fdp.thread_safe
     def loss(params: Tensors, scale: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         losses, right = answers(apply((params, buffers), tokens)[0], tokens)
         return losses.mean() * scale, right.mean()

@@ -16,8 +16,6 @@ from fdp._collectives.api import ppermute as ppermute
 from fdp._collectives.api import psum as psum
 from fdp._collectives.api import psum_scatter as psum_scatter
 from fdp._collectives.checkpoint import checkpoint_context as checkpoint_context
-from fdp._execution.batches import Batches as Batches
-from fdp._execution.prefetch import prefetch as prefetch
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices
 from fdp._placement.picture import Picture as Picture
@@ -42,6 +40,8 @@ from fdp._transforms.grad import grad_and_value as grad_and_value
 from fdp._transforms.grad import value_and_grad as value_and_grad
 from fdp._transforms.parallel_apply import parallel_apply as parallel_apply
 from fdp._trees.types import AUTO as AUTO
+from fdp.data.batches import Batches as Batches
+from fdp.data.prefetch import prefetch as prefetch
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 from fdp.nn._functional import functional as functional

@@ -67,3 +67,49 @@ DRAWS: dict[str, Step] = {
     "vmap, the same": lambda w, x: torch.func.vmap(lambda row: F.dropout(row @ w, 0.4), randomness="same")(x),
     "grad inside": lambda w, x: torch.func.grad(lambda a: F.dropout(a @ w, 0.3).square().sum())(x),
 }
+
+
+def _sorted(step: Step) -> Step:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        return step(w, x[order])[order.argsort()]
+
+    return run
+
+
+def _buffered(step: Step) -> Step:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        both = torch.empty(2 * len(x), 6, 8, dtype=x.dtype)
+        both[: len(x)], both[len(x) :] = x.detach(), x.detach().flip(0)
+        return step(w, both)[len(x) :].flip(0) + x
+
+    return run
+
+
+def _columns(step: Step) -> Step:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        buffer = torch.zeros(8, len(x), 6, dtype=x.dtype)
+        for i in range(8):
+            buffer[i] = x[..., i].detach()
+        return step(w, buffer.permute(1, 2, 0)) + x
+
+    return run
+
+
+MOVES: dict[str, Callable[[Step], Step]] = {
+    "flip": lambda step: lambda w, x: step(w, x.flip(0)).flip(0),
+    "roll": lambda step: lambda w, x: step(w, x.roll(1, 0)).roll(-1, 0),
+    "cat": lambda step: lambda w, x: step(w, torch.cat([x, x.tanh()])).chunk(2)[1],
+    "one by one": lambda step: lambda w, x: step(w, torch.stack(x.unbind()[::-1])).flip(0),
+    "sort": _sorted,
+    "buffer": _buffered,
+    "two first": lambda step: lambda w, x: step(w, torch.stack([x, -x]).flatten(0, 1)).unflatten(0, (2, -1)).sum(0),
+    "two of each": lambda step: (
+        lambda w, x: step(w, torch.stack([x, -x], 1).flatten(0, 1)).unflatten(0, (-1, 2)).sum(1)
+    ),
+    "time": lambda step: lambda w, x: step(w, x.transpose(0, 1).flatten(0, 1).unflatten(0, (6, -1)).transpose(0, 1)),
+    "columns": _columns,
+    "columns moved": lambda step: lambda w, x: step(w, x.flip(1)).roll(2, 1),
+    "index": lambda step: lambda w, x: step(w, x[torch.arange(len(x))]),
+}
+"""What functions do to rows around a draw. Some of it is refused, and all of it keeps rows apart."""

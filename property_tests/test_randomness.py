@@ -1,5 +1,6 @@
 """Law L16: with `randomness="rows"` each row draws what it draws on one device."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fdp
-from property_tests.draws import DRAWS, Step
+from property_tests.draws import DRAWS, MOVES, Step
 from property_tests.strategies import executors, slot_counts, weights
 
 W = torch.linspace(-1, 1, 64, dtype=torch.float64).sin().reshape(8, 8)
@@ -60,4 +61,25 @@ def test_l16_values_and_a_backward_afterwards(name: str, slots: int, count: int,
         out = fdp.dp_apply(DRAWS[name], w, rows(count), devices, seed=3, randomness="rows", executor=executor)
         gradient = torch.autograd.grad(out.sum(), w, allow_unused=True)[0] if out.requires_grad else None
         found.append((out, gradient))
+    close(*found)
+
+
+@given(
+    st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=2),
+    st.sampled_from(sorted(set(DRAWS) - {"checkpoint"})),
+    slot_counts(),
+    st.integers(1, 14),
+)
+def test_l16_rows_that_move_are_right_or_refused(moves: list[str], name: str, slots: int, count: int):
+    step = DRAWS[name]
+    for move in moves:
+        step = MOVES[move](step)
+    found = []
+    for devices in ("cpu", fdp.virtual_devices(slots)):
+        try:
+            found.append(fdp.dp_apply(step, W, rows(count), devices, seed=3, randomness="rows"))
+        except RuntimeError as error:
+            if re.search(r"(refused, not followed|Put the rows first)\. .*draw the noise for the", str(error)) is None:
+                raise
+            found.append(None)
     close(*found)

@@ -82,7 +82,7 @@ def fdp_step(model: torch.nn.Module, devices: Any, executor: Any, *, compiled: b
         out, _ = apply((params, buffers), x)
         return F.cross_entropy(out, y)
 
-    fn = fdp.thread_safe(torch.compile(loss) if compiled else loss)
+    fn = torch.compile(loss) if compiled else loss
     return fdp.value_and_grad(fn, in_dims=(None, None, 0, 0), devices=devices, executor=executor), state
 
 

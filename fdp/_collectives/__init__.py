@@ -1,5 +1,5 @@
 """What slots do together: collectives, where they meet, and how gradients go back through them.
 
-It imports `_execution`, `_placement` and `_trees`. `run` is the way in for the rooms above: it runs the shards of a
-call and finds out by itself whether they meet.
+It imports `_execution`, `_placement` and `_trees`. The rooms above run shards without it: slots find the way to it when
+they call a collective.
 """

@@ -8,8 +8,7 @@ where they were after it.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
@@ -28,12 +27,20 @@ class _Kept(NamedTuple):
 
 @final
 class _Log:
-    """What collectives returned in a block, and in those in it: written in the forward, read when it is recomputed."""
+    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
 
-    def __init__(self, outer: "_Log | None") -> None:
-        self.outer = outer
+    def __init__(self) -> None:
+        self._axes = len(AXES.get())
         self.kept: list[_Kept] = []
         self.reading: Iterator[_Kept] | None = None
+
+    def check(self, where: str) -> None:
+        """Slots that take turns inside of the block save tensors in turn; torch knows them by their order."""
+        if any(axis.run.count > 1 for axis in AXES.get()[self._axes :]):
+            raise RuntimeError(
+                f"{where}: in a call inside of a block under activation checkpointing. Its slots take turns now, and "
+                "would not when the block is computed again. Write the checkpoint inside of the function of that call"
+            )
 
 
 _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", default=None)
@@ -41,32 +48,24 @@ _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", de
 
 def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree:
     """What a collective returns, or what it returned in the forward."""
-    log, writing = _LOG.get(), list[_Log]()
+    log = _LOG.get()
     if log is None:
         return call()
-    while log is not None and log.reading is None:
-        writing.append(log)
-        log = log.outer
     generators = [] if BESIDE.get() else generators_of(device)
-    if log is None or log.reading is None:
+    log.check(where)
+    if log.reading is None:
         result = call()
-        kept = _Kept(where, _detached(result), states_of(generators))
-    else:
-        kept = next(log.reading, None)
-        if kept is None or kept.where != where:
-            raise RuntimeError(
-                f"{where}: a block under activation checkpointing calls other collectives when it is computed again. "
-                "It must do the same each time"
-            )
-        put_states(generators, kept.states)
-        result = _detached(kept.result)
-    for each in writing:
-        each.kept.append(kept)
-    return result
-
-
-def _detached(tree: Tree) -> Tree:
-    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), tree)
+        kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
+        log.kept.append(_Kept(where, kept, states_of(generators)))
+        return result
+    kept = next(log.reading, None)
+    if kept is None or kept.where != where:
+        raise RuntimeError(
+            f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
+            "must do the same each time"
+        )
+    put_states(generators, kept.states)
+    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), kept.result)
 
 
 def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -89,26 +88,11 @@ def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], conte
         them with `use_reentrant=False`.
 
     Raises:
-        RuntimeError: In the backward, if the block calls other collectives than before.
+        RuntimeError: In the backward, if the block calls other collectives than before; at once, if it makes a call of
+            its own whose slots meet.
     """
-    log = _Log(_LOG.get())
-    return _writing(log), _Again(partial(_reading, log, AXES.get()))
-
-
-@final
-class _Again(contextlib.AbstractContextManager[None]):
-    """A context that is entered for each recomputation: by a second backward, and in that of a gradient."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    log = _Log()
+    return _writing(log), _Reading(log, AXES.get())
 
 
 @contextlib.contextmanager
@@ -120,15 +104,22 @@ def _writing(log: _Log) -> Iterator[None]:
         _LOG.reset(token)
 
 
-@contextlib.contextmanager
-def _reading(log: _Log, axes: tuple[Axis, ...]) -> Iterator[None]:
-    generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
-    log.reading = iter(log.kept)
-    tokens, states = (_LOG.set(log), AXES.set(axes)), states_of(generators)
-    try:
-        yield
-    finally:
-        log.reading = None
-        put_states(generators, states)
-        _LOG.reset(tokens[0])
-        AXES.reset(tokens[1])
+@final
+class _Reading(contextlib.AbstractContextManager[None]):
+    """As a context, which may be entered again: a backward may come more than once."""
+
+    def __init__(self, log: _Log, axes: tuple[Axis, ...]) -> None:
+        self._log, self._axes = log, axes
+
+    def __enter__(self) -> None:
+        axes = self._axes
+        self._generators = generators_of(axes[-1].slot.device) if axes and not BESIDE.get() else []
+        self._log.reading = iter(self._log.kept)
+        self._states = states_of(self._generators)
+        self._tokens = _LOG.set(self._log), AXES.set(axes)
+
+    def __exit__(self, *exception: object) -> None:
+        put_states(self._generators, self._states)
+        log, axes = self._tokens
+        _LOG.reset(log)
+        AXES.reset(axes)

@@ -1,5 +1,6 @@
 """What a collective makes of the tensors of all slots: ordinary differentiable operations, and so one graph."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from fdp._execution.run import Run
 from fdp._placement.moves import copy
 
 Grad = Tensor | None
-Value = tuple[Operation, Sequence[Tensor], Sequence[bool]]
-"""An operation, its tensors, and which of them are given: the others are zeros that stand for nothing."""
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+Value = tuple[Operation, Sequence[Tensor], Sequence[bool] | None]
+"""An operation, its tensors, and of gradients which are given: the others are zeros that stand for nothing."""
 
 
 class Taken(NamedTuple):
@@ -27,31 +29,38 @@ def combined(
     run: Run, values: Sequence[Value], are_recorded: Sequence[bool], key: Any, say: Callable[[], str]
 ) -> list[Taken]:
     """What each slot takes, on its device, and in memory of its own: slots may write to it."""
-    operation, before = values[0][0], run.peers.slots_before()
-    everybody = run.peers.given([list(given) for _, _, given in values], operation.name)
-    columns = [operation.reached(column) for column in zip(*everybody, strict=True)]
-    reached = [[column[before + i] for column in columns] for i in range(len(values))]
-    rows = [
-        list(tensors) if is_recorded else [x.detach() for x in tensors]
-        for (_, tensors, _), is_recorded in zip(values, are_recorded, strict=True)
-    ]
-    with torch.set_grad_enabled(any(are_recorded)):
-        found = _dealt(run, operation, rows, key, say)
-        for i, is_recorded in enumerate(are_recorded):
-            found[i] = list(Fence.apply(run, *found[i])) if is_recorded else [x.detach() for x in found[i]]
+    operation, reached = values[0][0], [[True] * len(tensors) for _, tensors, _ in values]
+    if values[0][2] is not None:
+        everybody = run.peers.everywhere([given for *_, given in values], operation.name)
+        columns, before = [operation.reached(each) for each in zip(*everybody, strict=True)], run.peers.slots_before()
+        reached = [[column[before + i] for column in columns] for i in range(len(values))]
+    rows = [tensors for _, tensors, _ in values]
+    has_graph = run.depth > 0 or run.level >= 0 or run.peers.has_others()
+    if not has_graph and not any(True in map(_REQUIRES_GRAD, row) for row in rows):
+        found = _dealt(run, operation, rows, key, say, packs=operation.elementwise)
+    else:
+        pairs = zip(rows, are_recorded, strict=True)
+        rows = [tensors if is_recorded else [x.detach() for x in tensors] for tensors, is_recorded in pairs]
+        with torch.set_grad_enabled(any(are_recorded)):
+            found = _dealt(run, operation, rows, key, say)
+            for i, is_recorded in enumerate(are_recorded):
+                found[i] = list(Fence.apply(run, *found[i])) if is_recorded else [x.detach() for x in found[i]]
     for other, _, _ in values[1:]:
         vars(other).update(vars(operation))  # the sizes that it has seen
     return [Taken(*pair) for pair in zip(found, reached, strict=True)]
 
 
 def _dealt(
-    run: Run, operation: Operation, rows: list[list[Tensor]], key: Any, say: Callable[[], str]
+    run: Run,
+    operation: Operation,
+    rows: list[Sequence[Tensor]],
+    key: Any,
+    say: Callable[[], str],
+    *,
+    packs: bool = False,
 ) -> list[list[Tensor]]:
     devices, names = [slot.device for slot in run.slots], _Leaves(operation.name)
-    has_graph = run.depth > 0 or (torch.is_grad_enabled() and any(x.requires_grad for row in rows for x in row))
-    layout = None
-    if operation.elementwise and not has_graph and not run.level >= 0:
-        layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows)
+    layout = layout_of([x.shape for x in rows[0]], [x.dtype for x in rows[0]], rows) if packs else None
     if layout is not None:
         rows = [_packed(layout, row, device, names) for row, device in zip(rows, devices, strict=True)]
     columns = list(zip(*rows, strict=True))
@@ -113,16 +122,27 @@ class Identity(torch.autograd.Function):
         return tuple(None if x is None else x.view_as(x) for x in tangents[1:])
 
 
-class Undifferentiable(Identity):
-    """What has no gradient, by the name of the collective."""
+class Undifferentiable(torch.autograd.Function):
+    """The first `count` tensors, as functions of the others that have no gradient; `name` is that of the collective."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> Any:
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, ctx.count, *_ = inputs
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Grad) -> Any:
-        return None, *_refused(ctx.known, grads)
+        return None, None, *_refused(ctx.name, grads), *(None for _ in grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(_refused(ctx.known, tangents[1:]))
+        return tuple(_refused(ctx.name, tangents[2:])[: ctx.count])
 
 
 def _refused(name: str, grads: Sequence[Grad]) -> Sequence[Grad]:

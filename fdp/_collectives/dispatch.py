@@ -85,8 +85,13 @@ def _of_numbers(axis: Axis, where: str, numbers: Sequence[Any], same: Any) -> li
 def _exchange(axis: Axis, operation: Operation, tensors: Sequence[Tensor], same: Any) -> Sequence[Tensor]:
     if not tensors:
         return ()
-    if isinstance(operation, Extreme):
-        tensors = list(Undifferentiable.apply(operation.name, *tensors))
+    if isinstance(operation, Extreme):  # without a graph, and so without tensors that are saved for it
+        found = _exchanged(axis, operation, [x.detach() for x in tensors], same)
+        return Undifferentiable.apply(operation.name, len(found), *found, *tensors)
+    return _exchanged(axis, operation, tensors, same)
+
+
+def _exchanged(axis: Axis, operation: Operation, tensors: Sequence[Tensor], same: Any) -> Sequence[Tensor]:
     if axis.slot.count == 1:
         found = [operation.results([x], i)[0] for i, x in enumerate(tensors)]
         return [y.clone() if y is x else y for x, y in zip(tensors, found, strict=True)]  # as with several

@@ -158,7 +158,7 @@ def exchange(
         operation.name,
         (same, kinds),
         partial(_said, operation, tensors, same, kinds),
-        (operation, tensors, [True] * len(tensors) if given is None else given),
+        (operation, tensors, given),
         torch.is_grad_enabled(),
         _ADVICE if given is None else _IN_A_GRADIENT,
     )
@@ -169,7 +169,7 @@ def exchange(
                 axis.run,
                 [each.value for each in everybody],
                 [each.is_recorded for each in everybody],
-                (inside(axis), same, kinds),
+                (inside(axis), same, kinds, operation.options()),
                 brought.say,
             )
 

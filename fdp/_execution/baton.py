@@ -6,11 +6,12 @@ somebody can give up are given up. So nothing is counted or timed, and nothing h
 
 What holds at any time:
 
-- The baton is `Tree.current`. Only the strand that has it reads or changes the tree, so there is no lock.
+- Who has the baton stands in `Tree.turn`. Only that strand reads or changes the tree, so there is no lock.
 - Who passes the baton on has noted before what it waits for. It goes on when it has the baton again, and not before: an
   interrupt that comes meanwhile is kept (`late`) until then. So no two strands ever run code of the user's at once.
 - A strand that ends passes the baton on in `finally`.
-- Each step of passing it on may be taken twice. So it is begun again after an interrupt, wherever that came.
+- An interrupt may come between any two steps of passing it on. Then they are taken again: a turn is passed on once,
+  since each is another object, and a strand that was woken before looks whose turn it is.
 """
 
 import _thread
@@ -62,7 +63,8 @@ class Tree:
     """The strands of nested calls, in the order of their slots, and what they wait for in common."""
 
     def __init__(self, root: "Strand") -> None:
-        self.strands, self.current = [root], root
+        self.strands = [root]
+        self.turn = (root,)  # a new tuple each time that the baton is passed on
         self.holder = HERE.holder
         self.number = 0  # what the threads of its next call begin with: see `slot_threads`
         self.open: dict[Any, Any] = {}  # meetings that are not over, each with `give_up`
@@ -117,20 +119,19 @@ class Strand:
 
         One that `hears` goes on for an interrupt too, when it has the baton.
         """
-        self.is_over, self._hears, given, states = is_over, hears, None, HERE.states
-        self._runs = _runs_here()
+        self.is_over, self._hears, self._runs = is_over, hears, _runs_here()
+        tree, mine, states = self.tree, self.tree.turn, HERE.states
         while True:
             try:
-                for state in reversed(states):
-                    state.pause()
-                if given is None:
-                    given = self.tree.pick()
-                if given is self:
-                    break
-                if self.tree.current is self:
-                    self.tree.current = given
-                given._wake()
-                while self.tree.current is not self:
+                if tree.turn is mine:
+                    for state in reversed(states):
+                        state.pause()
+                    given = tree.pick()
+                    if given is self:
+                        break
+                    tree.turn = (given,)
+                tree.turn[0].wake()
+                while tree.turn is mine or tree.turn[0] is not self:
                     self._gate.acquire()
                 break
             except AssertionError:
@@ -149,21 +150,12 @@ class Strand:
 
     def end(self) -> None:
         """Pass the baton on for good."""
-        self.has_ended, given = True, None
-        while True:
-            try:
-                if given is None:
-                    given = self.tree.pick()
-                if self.tree.current is self:
-                    self.tree.current = given
-                given._wake()
-                return
-            except AssertionError:
-                raise
-            except BaseException as error:
-                self.late = error
+        self.has_ended = True
+        self.tree.turn = (self.tree.pick(),)
+        self.tree.turn[0].wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Tell it that it has the baton."""
         begin = self.begin
         if begin is not None:
             begin()  # twice, perhaps: its thread sees to that

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._execution.baton import HERE
-from fdp._execution.guards import install
+from fdp._execution.guards import BESIDE, install
 from fdp._execution.in_order import InOrder
 from fdp._execution.process_lock import is_held_here
 from fdp._execution.run import Failures, Take
@@ -27,6 +27,7 @@ class Mode(NamedTuple):
     executor: Executor = "auto"
     seed: Seed | None = None
     peers: PeerCall = ALONE_IN_CALL
+    lacks_slots: bool = False  # these are not the shards of all slots
 
 
 def check_executor(executor: Executor, where: str) -> None:
@@ -49,7 +50,7 @@ def why_in_order(mode: Mode, shards: int) -> str | None:
         return f"executor={mode.executor!r}"
     if mode.seed is not None:
         return "they are seeded, and take turns with torch's one generator of the CPU"
-    if AXES.get() or HERE.states or is_held_here():
+    if AXES.get() or BESIDE.get() or HERE.states or is_held_here():
         return "the call is inside another one"
     return why_not_beside()
 
@@ -72,7 +73,9 @@ def run(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode, t
     if len(tasks) > 1:
         install()
     kind = InOrder if why_in_order(mode, len(tasks)) is not None else SideBySide
-    failures = kind(tasks, slots, mode.peers).run(take)
+    own = kind(tasks, slots, mode.peers)
+    own.lacks_slots = mode.lacks_slots
+    failures = own.run(take)
     if failures:
         try:
             raise _noted(failures)

@@ -62,11 +62,12 @@ def install() -> None:
                     theirs = getattr(owner, name)
                     setattr(owner, name, guards.setdefault(theirs, _refused(theirs, f"torch.{name}", _GENERATOR)))
             torch_private.register_builtin(torch.manual_seed, "aten::manual_seed")
-            for owner, name in (
-                (torch_private.eager_transforms, "jvp_increment_nesting"),
-                (forward_ad, "enter_dual_level"),
-            ):
-                setattr(owner, name, _refused(getattr(owner, name), f"{owner.__name__}.{name}", _FORWARD))
+            forward: Any = {
+                "torch.func.jvp": (torch_private.eager_transforms, "_jvp_with_argnums"),  # jacfwd and hessian call it
+                "torch.autograd.forward_ad.enter_dual_level": (forward_ad, "enter_dual_level"),
+            }
+            for what, (owner, name) in forward.items():
+                setattr(owner, name, _refused(getattr(owner, name), what, _FORWARD))
             _installed = True
 
 

@@ -85,17 +85,17 @@ class InOrder(Run):
             return False
         strand.tree.remove(self)
         if len(strand.tree.strands) == 1:  # this is the outermost call that has met
-            if has_threads:
-                above_slots(strand.tree.number)
             HERE.strand = None
+            above_slots(strand.tree.number)
         return has_threads
 
     def meet(self, key: Any, index: int, come: Callable[[Any], Callable[[], bool]], make: Callable[[], Any]) -> Any:
-        if self.count > 1 and not self.has_met:
-            self._start_others()
+        axes = AXES.get()
+        for axis in axes[[axis.run for axis in axes].index(self) :]:  # those inside wait with this slot
+            axis.run._start_others()
         strand = HERE.strand
         assert strand is not None
-        if any(axis.run.interrupt is not None for axis in AXES.get()):
+        if any(axis.run.interrupt is not None for axis in axes):
             raise Stop
         table = strand.tree.open
         meeting = table.get(key) or table.setdefault(key, make())
@@ -114,6 +114,8 @@ class InOrder(Run):
 
     def _start_others(self) -> None:
         """Give those slots threads that have not begun."""
+        if self.has_met or self.count == 1:
+            return
         number = HERE.strand.tree.number if HERE.strand is not None else common_number(self.count - 1)
         strand, left = strand_here(number), range(self._begun, self.count)
         tree, threads = strand.tree, taken(len(left), number)

@@ -31,12 +31,14 @@ class Run:
     slots in other processes. An `interrupt` ends all slots, each at its next collective.
     """
 
+    is_beside = False  # its slots run side by side
+
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         self.tasks, self.slots, self.peers = tasks, slots, peers
         self.count, self.first = len(slots), slots[0].index
         self.process, self.caller = os.getpid(), threading.get_ident()
         self.depth, self.level = torch_private.depth(), torch_private.forward_level()
-        self.has_met, self.is_over = False, False
+        self.has_met, self.is_over, self.lacks_slots = False, False, False
         self.interrupt: BaseException | None = None
         self.results: list[Any] = [None] * len(slots)
         self.errors: dict[int, BaseException] = {}

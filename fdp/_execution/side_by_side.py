@@ -12,12 +12,13 @@ What holds at any time:
 - Who waits looks again each time its bell rings. If all that have not ended wait for what is not over, they are told.
 """
 
-import _thread
 import contextlib
 import contextvars
+import operator
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from queue import SimpleQueue
@@ -49,6 +50,8 @@ if hasattr(os, "register_at_fork"):
 class SideBySide(Run):
     """See above."""
 
+    is_beside = True
+
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         super().__init__(tasks, slots, peers)
         install()
@@ -72,21 +75,17 @@ class SideBySide(Run):
     def run(self, take: Take) -> Failures:
         """Run all slots; `take` has the results in order."""
         error: BaseException | None = None
-        threads = taken(self.count, self._number)
+        threads: list[SlotThread] = []
+        begun: list[bool] = []
         try:
-            jobs = [partial(self._serve, i, thread, _thread.allocate_lock()) for i, thread in enumerate(threads)]
-            queues: Any = [thread.jobs for thread in threads]
-        except BaseException:
-            let_go(threads)
-            raise
-        begin: Any = SimpleQueue.put
-        has_begun = False
-        while not has_begun:  # an interrupt may come before it or after it
-            try:
-                list(map(begin, queues, jobs))
-                has_begun = True
-            except BaseException as other:
-                error = other
+            threads = taken(self.count, self._number)
+            begin = [partial(thread.jobs.put, partial(self._serve, i, thread)) for i, thread in enumerate(threads)]
+            deque(map(operator.call, [*begin, partial(begun.append, True)]), 0)  # all or none: one call of C
+        except BaseException as other:
+            if not begun:
+                let_go(threads)
+                raise
+            error = other
         while len(self._over) < self.count:
             try:
                 if error is not None:
@@ -110,10 +109,7 @@ class SideBySide(Run):
         finally:
             self.results = []
 
-    def _serve(self, index: int, thread: SlotThread, begun: Any) -> None:
-        """What the thread of a shard does. It may be told so twice."""
-        if not begun.acquire(False):
-            return
+    def _serve(self, index: int, thread: SlotThread) -> None:
         try:
             advance(self._number)
             with self._turns:

@@ -25,21 +25,24 @@ Body = Callable[[], None]
 
 
 class SlotThread:
-    """A thread that waits for the next thing to do. `number` is that of the next node that it records."""
+    """A thread that waits for the next thing to do. `number` is that of the next node that it records.
+
+    It ends when nobody refers to this object any more: an interrupt may have come just when a call took it.
+    """
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
         self.number = 0
-        try:
-            start_apart(threading.Thread(target=self._serve, name="fdp-slot", daemon=True))
-        except BaseException:  # an interrupt, perhaps: then it may have started
-            self.jobs.put(None)
-            raise
+        start_apart(threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True))
 
-    def _serve(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            job()
-            del job  # an idle thread keeps nothing alive
+    def __del__(self) -> None:
+        self.jobs.put(None)
+
+
+def _serve(jobs: "SimpleQueue[Body | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # an idle thread keeps nothing alive
 
 
 _IDLE: list[SlotThread] = []
@@ -60,14 +63,12 @@ def common_number(count: int) -> int:
 
 def taken(count: int, number: int) -> list[SlotThread]:
     """So many threads, none of which has come further than that number."""
-    found: list[SlotThread] = []
+    found = _idle(count, lambda thread: thread.number <= number)
+    _idle(count - len(found), lambda thread: True)  # numbers do not go back: others take their places
     try:
-        found += _idle(count, lambda thread: thread.number <= number)
-        for thread in _idle(count - len(found), lambda thread: True):  # numbers do not go back: others take their places
-            thread.jobs.put(None)
         while len(found) < count:
             found.append(SlotThread())
-    except BaseException:  # there can be no more threads, or an interrupt
+    except RuntimeError:  # there can be no more threads
         let_go(found)
         raise
     return found

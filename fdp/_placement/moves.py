@@ -118,11 +118,10 @@ def _may_be_large(total: torch.Tensor, tensor: torch.Tensor) -> bool:
     return is_dense and total.nbytes >= LARGE and total.dtype is tensor.dtype and not tensor.requires_grad
 
 
-def is_ours(held: Sequence[Any], index: int = 0, alone: Sequence[tuple[int, ...]] = ()) -> bool:
+def is_ours(held: Sequence[Any], index: int = 0) -> bool:
     """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
 
-    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is. `alone` is what
-    `references` counts where somebody else refers to it as well, who does not mind; and the same for a view.
+    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
     """
     if torch.compiler.is_compiling() or torch_private.is_transformed():
         return False
@@ -136,7 +135,7 @@ def is_ours(held: Sequence[Any], index: int = 0, alone: Sequence[tuple[int, ...]
         return False  # what cannot be resized is memory of something else, such as a numpy array
     is_view = tensor._is_view()
     del tensor, storage
-    return references(held, index) == (alone or _ALONE)[is_view]
+    return references(held, index) == _ALONE[is_view]
 
 
 def references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ and without one, and nothing outside `fdp.distributed` asks which of the two it 
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,6 +90,24 @@ class PeerCall:
     def enter(self) -> None:
         """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
 
+    def begins_with(self, leaves: Sequence[Tensor]) -> None:
+        """Have collectives from here on be functions of leaves: what a backward goes to.
+
+        Once for each round of microbatches, with the aliases that it is differentiated in; else after `enter`, with all
+        arguments that require grad.
+        """
+
+    def ends(self) -> list[Tensor]:
+        """Where a backward of all shards begins too, so that all processes come to the same collectives.
+
+        They have no elements. Each is its own gradient, detached if there will be no graph of the gradients.
+        """
+        return []
+
+    def tie(self, tree: Tree) -> Tree:
+        """What comes out, if not by `join` or `reduce`: a backward from it comes to all collectives."""
+        return tree
+
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         """Agree on the end of a call; outside of the context the result says what it returns."""
         tree = out.tree(device, where)
@@ -108,21 +126,15 @@ class PeerCall:
         found = loss.tree(device, where), None if aux is None else aux.tree(device, where)
         return lambda: found
 
-    def begins_with(self, leaves: Sequence[Tensor]) -> None:
-        """What slots exchange from here on has a graph that begins with these."""
-
-    def ends(self) -> list[Tensor]:
-        """What a backward has to begin with too, without elements: so all processes come to what they exchanged."""
-        return []
-
     # What slots do together, while they run.
 
-    def given(self, own: list[list[bool]], name: str) -> list[list[bool]]:
-        """Which tensors of an exchange each slot gives, of all slots in order."""
-        return own
+    def combine(
+        self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable, say: Say
+    ) -> list[list[Tensor]]:
+        """A collective: for each leaf, what becomes of it on each slot of this process.
 
-    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]], key: object, say: Say) -> list[list[Tensor]]:
-        """A collective: for each leaf, what becomes of it on each slot of this process."""
+        `key` is the same in all processes: which one it is, and of what kinds. `say` is the text if it is not.
+        """
         return [operation.results(tensors, leaf) for leaf, tensors in enumerate(columns)]
 
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:

@@ -10,7 +10,7 @@ import dataclasses
 import operator
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +116,16 @@ def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
         # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
         torch_private.set_grad_enabled(has_grad)
         torch_private.set_multithreading_enabled(has_threads)
+
+
+@contextlib.contextmanager
+def outside_slots() -> Iterator[None]:
+    """In no slot: in a backward, which may compute anew what was outside."""
+    token = AXES.set(())
+    try:
+        yield
+    finally:
+        AXES.reset(token)
 
 
 def text_of(error: BaseException) -> str:

@@ -1,5 +1,4 @@
 """The functions that users call on functions: `dp_apply`, `shard_map`, `parallel_apply`, gradients and `explain`.
 
-It imports `_collectives`, `_execution`, `_placement` and `_trees`. `nn` and `distributed` stand beside it: none of the
-three imports another.
+It imports `_collectives`, `_rows`, `_execution`, `_placement` and `_trees`. `nn` stands above it.
 """

@@ -146,10 +146,6 @@ class Gradients:
             held[i] = torch.zeros_like(home, dtype=wide, device=self._device) if held[i] is None else held[i].to(wide)
         return [held[i] for held, i, _ in self._held()]
 
-    def before(self) -> list[Grad] | None:
-        """The sums so far, if each is that of a leaf of the arguments; None if some of these are split, or held."""
-        return None if None in self._whole else [part for parts in self._parts for part in parts]
-
     def ours(self) -> list[bool]:
         """Which of them nobody else refers to, so that they may be written to; small ones count as not."""
         return [home.nbytes >= LARGE and is_ours(held, i) for held, i, home in self._held()]

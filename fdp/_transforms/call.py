@@ -15,10 +15,10 @@ from fdp._execution.executor import check_executor
 from fdp._execution.seeds import Seed, seed_options
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, microbatched
-from fdp._placement.peers import Joined, PeerCall
+from fdp._placement.peers import ALONE_IN_CALL, Joined, PeerCall
 from fdp._placement.place import place, planned
 from fdp._placement.plan import Plan, places_of
-from fdp._placement.sharded import Sharded, Slots, summary
+from fdp._placement.sharded import Sharded, Slots, leaf_tensors, summary
 from fdp._placement.slot import Slot
 from fdp._placement.split_dims import common_peers, flatten_args, held_slots, plan_args
 from fdp._transforms.arguments import Arg, Options, check_several
@@ -101,6 +101,8 @@ class Call(NamedTuple):
     def place(self) -> tuple[list[Shard], MutationCheck]:
         """The arguments on each slot, and what sees that nobody writes to them."""
         self.peers.enter()
+        if self.peers is not ALONE_IN_CALL:
+            self.peers.begins_with([x for flat in self.flats for leaf in flat.leaves for x in leaf_tensors(leaf)])
         memo: Memo = {}
         columns = []
         for flat, arg in zip(self.flats, self.plan.args, strict=True):

@@ -129,6 +129,7 @@ def _on_slots(
 
     with call.part():
         results = with_rows(seed, row_call, run)
+    results = call.tie(results)
     return Sharded(tuple(results), slots, peers=peers)
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fdp._execution.noted_draws import Notes, joined, two_numbers
-from fdp._execution.row_draws import Draw, Draws, DrawsDiffer
 from fdp._execution.seeds import Seed
 from fdp._placement.peers import ALONE
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.transfers import only
+from fdp._rows.drawing import Draw, Draws, DrawsDiffer
+from fdp._rows.noting import Notes, joined, two_numbers
 from fdp._transforms.dry_run import APART, Fakes, problem_of
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat, flatten, tensors_in, tree_map, unflatten

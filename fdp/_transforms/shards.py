@@ -13,7 +13,7 @@ import torch
 
 from fdp._execution.executor import Mode, run, run_all
 from fdp._placement.partition import Partition
-from fdp._placement.slot import AXES, Slot
+from fdp._placement.slot import AXES, Slot, outside_slots
 from fdp._transforms.call import Shard
 from fdp._transforms.shard_grad import (
     Forward,
@@ -46,38 +46,42 @@ class ShardGradients(NamedTuple):
         is_inside = not torch.compiler.is_compiling() and len(AXES.get()) > 0
         differentiate = self._transformed if is_inside or needs_transform(given) else self._by_autograd
         attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
-        for batch in _rounds(self.partition.slots):
-            differentiate(batch, take, attached=attached)
+        rounds = _rounds(self.partition.slots)
+        for batch in rounds:
+            mode = self.mode._replace(lacks_slots=len(batch) < len(rounds[0]))
+            differentiate(batch, mode, take, attached=attached)
 
-    def _transformed(self, batch: list[int], take: Take, *, attached: bool) -> None:
+    def _transformed(self, batch: list[int], mode: Mode, take: Take, *, attached: bool) -> None:
         """By one `torch.func.vjp` around the call."""
         slots = [self.slots[i] for i in batch]
 
         def losses(forwards: Sequence[Callable[[], object]]) -> list[object]:
-            return run_all(forwards, slots, self.mode)
+            return run_all(forwards, slots, mode)
 
         shards, shares = [self.shards[i] for i in batch], [self.shares[i] for i in batch]
         with _noting(slots):
-            results = transformed(self.problem, shards, shares, self.create_graph, losses, self.mode.peers)
+            results = transformed(self.problem, shards, shares, self.create_graph, losses, mode.peers)
         for i, result in zip(batch, results, strict=True):
             take(i, result)
 
-    def _by_autograd(self, batch: list[int], take: Take, *, attached: bool) -> None:
+    def _by_autograd(self, batch: list[int], mode: Mode, take: Take, *, attached: bool) -> None:
         where, graph, slots, peers = (
             self.problem.where,
             self.create_graph,
             [self.slots[i] for i in batch],
-            self.mode.peers,
+            mode.peers,
         )
         aliases = [inputs_of(self.problem, self.shards[i]).aliases(attached) for i in batch]
-        peers.begins_with([x for own in aliases for x in own.leaves])
+        with torch.enable_grad():
+            peers.begins_with([x for own in aliases for x in own.leaves])
         graph = True if attached else self.create_graph
 
         def differentiated(k: int) -> ShardResult | Forward:
             found = forward(self.problem, self.shards[batch[k]], aliases[k])
             if AXES.get()[-1].run.has_met or peers.ends():
                 return found
-            return joint(where, [found], [self.shares[batch[k]]()], graph, [])[0]
+            with outside_slots():
+                return joint(where, [found], [self.shares[batch[k]]()], graph, [])[0]
 
         met: list[Forward] = []
 
@@ -87,7 +91,7 @@ class ShardGradients(NamedTuple):
             else:
                 take(batch[k], found)
 
-        run([partial(differentiated, k) for k in range(len(batch))], slots, self.mode, sort)
+        run([partial(differentiated, k) for k in range(len(batch))], slots, mode, sort)
         if not met:
             return
         with _noting(slots):

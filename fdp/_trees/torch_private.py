@@ -75,6 +75,7 @@ without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interp
 with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
 _FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
 eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
+_jvp = _use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
 _forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
 
 
@@ -153,6 +154,9 @@ def is_default_device(mode: Any) -> bool:
 
 # Autograd
 
+is_legacy_batchedtensor = _use(
+    "torch._C._functorch.is_legacy_batchedtensor", "batches of gradients do not go through collectives over processes"
+)
 _ORDER = "in which order a backward takes nodes that several threads have made"
 get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
 _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)

@@ -1,16 +1,15 @@
 """What all processes know of a call on a mesh: which have shards, how the call begins in all, and how it ends."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 
 from fdp._placement.slot import AXES
-from fdp.distributed._agreed import Table
 from fdp.distributed._processes import Processes, has_begun
-from fdp.distributed._session import Session, Tag
+from fdp.distributed._session import Session, Tag, meet
+from fdp.distributed._table import Table
 
 
 class Agreement:
@@ -35,10 +34,7 @@ class Agreement:
         self._begun: Any = self.everybody.begin(tag, numbers)
         self._answer: Table | BaseException | None = None
         self._asking = threading.Lock()
-        self.has_met = False  # before the end
-        self._offer = 0
-        self.offers: set[int] = set()
-        """What each process has offered at the end."""
+        self._is_over = False  # what comes then are backwards of the caller's
 
     @property
     def table(self) -> Table:
@@ -87,28 +83,14 @@ class Agreement:
         """A tag of this call, and of no other: a backward comes back to it, and may come to several in any order."""
         return Tag(name, repr((self.number, same)), lambda: f"call {self.number}\n{say()}")
 
-    def ends_with(self, tag: Tag, offer: int = 0) -> None:
-        """What has to be the same in all processes at the end, and a number that need not be."""
-        self._tag, self._offer = tag, offer
+    def meets(self, tag: Tag, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every process that has shards, in the call or in a backward that comes after it."""
+        assert self.session is not None
+        return meet(self.session.comm, tag, numbers)() if self._is_over else self.session.agree(tag, numbers)
 
-    @contextlib.contextmanager
-    def again(self, where: str) -> Iterator[None]:
-        """Another run of those that have met, such as their backward."""
-        session = self.session if self.has_met else None
-        if session is None:
-            yield
-            return
-        session.is_over = False
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as own:
-            error = own
-            raise
-        finally:
-            elsewhere, _ = session.end(Tag(where), error)
-            if elsewhere is not None and error is None:
-                raise elsewhere
+    def ends_with(self, tag: Tag) -> None:
+        """What has to be the same in all processes at the end."""
+        self._tag = tag
 
     def __enter__(self) -> Self:
         return self
@@ -116,6 +98,7 @@ class Agreement:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Meet at the end: first those that have shards, then all."""
         elsewhere = self._end(error)
+        self._is_over = True
         if elsewhere is not None and error is None:
             raise elsewhere
 
@@ -129,10 +112,5 @@ class Agreement:
             return None  # nobody waits for this one
         elsewhere: BaseException | None = None
         if not whole and self.session is not None:
-            elsewhere, _ = self.session.end(self._tag, error)
-        comm = self.everybody.comm
-        found, numbers = self.everybody.end(self._tag, error or elsewhere, [self._offer, sum(comm.begun())])
-        self.offers = {offer for offer, _ in numbers}
-        if len({begun for _, begun in numbers}) > 1:
-            comm.catch_up(comm.objects(comm.begun(), self._tag.name))
-        return found or elsewhere
+            elsewhere = self.session.end(self._tag, error)
+        return self.everybody.end(self._tag, error or elsewhere) or elsewhere

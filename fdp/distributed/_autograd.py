@@ -4,6 +4,7 @@ A gradient of what is the same everywhere is the same everywhere too, so a proce
 parameters enter, the parts of all processes are summed, as they are over slots.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +12,28 @@ import torch
 from torch import Tensor
 
 from fdp._trees import torch_private
+from fdp.distributed._chain import Chain
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag, meet
 
 
-def total(comm: Communicator, name: str, tensors: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
-    """The sum over processes of each; those that are `ours` may be overwritten where nothing differentiates."""
+def total(
+    comm: Communicator,
+    name: str,
+    chain: Chain,
+    tensors: Sequence[Tensor],
+    ours: Sequence[bool],
+    dtypes: Sequence[torch.dtype | None] | None = None,
+) -> list[Tensor]:
+    """The sum over processes of each.
+
+    Where nothing differentiates, those that are `ours` may be overwritten, and real numbers are sent as other `dtypes`.
+    """
     if not tensors:
         return []
-    return list(AllReduce.apply(comm, name, *tensors)) if is_tracked(tensors) else comm.sums(tensors, name, ours)
+    if is_tracked(tensors) or chain.has_gone_back:
+        return list(chain.through(functools.partial(AllReduce.apply, comm, name), tensors))
+    return comm.sums(tensors, name, ours, dtypes)
 
 
 def is_tracked(tensors: Sequence[Tensor]) -> bool:
@@ -38,11 +52,13 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.name, *_ = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)
+        return None, None, *_handed_on(ctx, grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -56,29 +72,31 @@ class AllReduce(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """The tensors of all processes, in a new first dimension."""
+    """The tensors of all processes, in a new first dimension. A token that comes with them is handed on."""
 
     @staticmethod
-    def forward(comm: Communicator, name: str, tensor: Tensor) -> Any:
-        return torch.stack(comm.all(tensor, name))
+    def forward(comm: Communicator, name: str, tensor: Tensor, *token: Tensor) -> Any:
+        return torch.stack(comm.all(tensor, name)), *(x.detach() for x in token)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.comm, ctx.name, _ = inputs
+        ctx.comm, ctx.name, *_ = inputs
+        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (whole,) = GradientSum.apply(ctx.comm, ctx.name, None, True, *grads)  # as in `AllReduce`
-        return None, None, whole[ctx.comm.position]
+        whole, *token = _handed_on(ctx, grads)  # as in `AllReduce`
+        return None, None, None if whole is None else whole[ctx.comm.position], *token
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return AllGather.apply(ctx.comm, ctx.name, tangents[2])
+        return AllGather.apply(ctx.comm, ctx.name, *tangents[2:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        comm, name, tensor = args
-        return AllGather.apply(comm, name, *_batched(info, in_dims[2:], [tensor])), 1
+        comm, name, tensor = args  # no token: nothing was exchanged
+        return AllGather.apply(comm, name, *_batched(info, in_dims[2:], [tensor])), (1,)
 
 
 class GradientSum(torch.autograd.Function):
@@ -121,6 +139,15 @@ class GradientSum(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return GradientSum.apply(*args), tuple(in_dims[4:])
+
+
+def _handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients through one node for all of them, the same in all processes; what is not there stays so."""
+    if not any(grad is not None for grad in grads):
+        return [None] * len(grads)
+    filled = [_filled(grad, *kind) for grad, kind in zip(grads, ctx.kinds, strict=True)]
+    found = GradientSum.apply(ctx.comm, ctx.name, None, True, *filled)
+    return [None if grad is None else x for grad, x in zip(grads, found, strict=True)]
 
 
 class ZeroGradients(torch.autograd.Function):

@@ -1,10 +1,8 @@
 """The part of a process in a call on a mesh."""
 
-import contextlib
-import struct
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -18,30 +16,30 @@ from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
-from fdp._trees.tree import Flat, tensors_in
+from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._described import Digest, compared, described, number_of, said_of
-from fdp.distributed._ending import Ending
+from fdp.distributed._chain import Chain, Step
+from fdp.distributed._described import compared, said_of
 from fdp.distributed._join import PartialResult
-from fdp.distributed._known import KnownCall
-from fdp.distributed._overlap import hooked
-from fdp.distributed._processes import Processes, is_full, is_plain
-from fdp.distributed._reduce import everywhere, over_processes
+from fdp.distributed._processes import Processes
+from fdp.distributed._reduce import everywhere
 from fdp.distributed._session import Tag
 
 
 @final
 class MeshCall(Agreement, PeerCall):
-    """See `PeerCall`. `flats` are the arguments of this process.
-
-    `digest` is that of its plan, if later calls may rely on what this one agrees on.
-    """
+    """See `PeerCall`. `flats` are the arguments of this process."""
 
     flats: Sequence[Flat] = ()
-    digest: Digest | None = None
-    _order: Sequence[int] = ()
+
+    def __init__(
+        self, processes: Processes, where: str, same: Any, rows: Sequence[int], say: Callable[[], str] = str
+    ) -> None:
+        super().__init__(processes, where, same, rows, say)
+        self.chain = Chain()
+        self._is_transformed = torch_private.is_transformed() or torch_private.is_forward_mode()
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         return self.table.places(own) if self.is_active else []
@@ -64,7 +62,26 @@ class MeshCall(Agreement, PeerCall):
     def enter(self) -> None:
         self._check_transforms()
         if torch.is_grad_enabled():
-            _enter(self.flats, self)
+            _enter(self.flats, self, None if self._is_transformed else self.chain)
+
+    def begins_with(self, leaves: Sequence[Tensor]) -> None:
+        if self.session is not None and not self._is_transformed:
+            self.chain.begins_with(leaves)
+
+    def ends(self) -> list[Tensor]:
+        return self.chain.ends()
+
+    def tie(self, tree: Tree) -> Tree:
+        tensors = tensors_in(tree)
+        each = iter(self.chain.tied(tensors))
+        self.chain.end()
+        self.flats = ()  # the graph holds this object
+        return map_tensors(lambda _: next(each), tree)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self.chain.end()
+        super().__exit__(kind, error, traceback)
 
     def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
         part = PartialResult(out.shards, out.dims, out.weights, out.whole(), device, where, out.name)
@@ -73,23 +90,10 @@ class MeshCall(Agreement, PeerCall):
 
         def finish() -> Tree:
             with self.everybody.comm.to_the_end():
-                return part.finish(self, self._inputs())[0]
+                tree = part.finish(self, self.chain, self._inputs())[0]
+            return self.tie(tree)
 
         return finish
-
-    def during_backward(
-        self, gradients: Summed, loss: Tensor, leaves: Sequence[Tensor]
-    ) -> contextlib.AbstractContextManager[object]:
-        if self.digest is None or gradients.before() is None:
-            return contextlib.nullcontext()
-        self._order = order = []
-        return hooked(loss, leaves, lambda leaf, _: order.append(leaf))
-
-    def _agreed_order(self, count: int) -> Sequence[int]:
-        """In which order gradients became ready in the first process, as many as there are."""
-        own = [*dict.fromkeys(self._order), *sorted(set(range(count)).difference(self._order))]
-        sent = self.everybody.comm.share_bytes(struct.pack(f"<{count}i", *own), 0, f"the end of {self.where}")
-        return struct.unpack(f"<{count}i", sent)
 
     def reduce(
         self,
@@ -107,45 +111,27 @@ class MeshCall(Agreement, PeerCall):
         dims = (loss.dims, "mean" if aux is None else aux.dims)
         first = loss.weights, loss.whole()
         part = PartialResult(shards, dims, rest.weights, rest.whole(), device, where, first=first)
-        digest = self.digest if self.table.is_whole and not self.has_met else None
-        ending = Ending(loss, aux, gradients, device, where) if digest is not None else None
-        packing = ending.packing(len(self.table.sizes)) if ending is not None and ending.is_plain else None
-        self.ends_with(part.tag(gradients.sums()), 0 if packing is None else number_of(repr(packing.sizes)))
+        self.ends_with(part.tag(gradients.sums(), may_differ=self.chain.has_gone_back))
 
         def finish() -> tuple[Tensor, Tree]:
-            nonlocal packing
-            calls, plans = self.processes.calls, self.processes.plans
-            if digest is not None and ending is not None and packing is not None and len(self.offers) == 1:
-                order = self._agreed_order(len(gradients.sums())) if len(packing.buckets) > 1 else None
-                packing = ending.packing(len(self.table.sizes), order)
-                agreed = plans.add(digest, calls, self.table, packing, ending.kind, loss.whole())
-                found = ending.begin(agreed, calls)()
-                assert found is not None
-                return found
-            if self.digest is not None:
-                plans.forget(self.digest)
             ours = gradients.ours()  # before others refer to them
             with self.everybody.comm.to_the_end():
-                (value, aux), sums = part.finish(self, self._inputs(), gradients.sums(), ours)
+                rest = self._inputs(), gradients.sums(), ours, gradients.sent_as
+                found, sums = part.finish(self, self.chain, *rest)
+            (value, aux), sums = self.tie((found, sums))
             gradients.replace_sums(sums)
             return value, aux
 
         return finish
 
-    def agree(self, name: str, same: object, say: Say, numbers: Sequence[int], *, joint: bool) -> list[list[int]]:
+    def combine(
+        self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable, say: Say
+    ) -> list[list[Tensor]]:
         if self.session is None:
-            return [list(numbers)]
-        if joint:
-            raise RuntimeError(
-                f"{name}: a call over several processes, with collectives, cannot be transformed by torch.func from "
-                "outside, since what is transformed stays in its process. Transform inside the mapped function"
-            )
-        return self.session.agree(self.numbered(name, same, say), numbers)
-
-    def combine(self, operation: Any, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        if self.session is None:
-            return super().combine(operation, columns)
-        return over_processes(operation, columns, self)
+            return super().combine(operation, columns, key, say)
+        if self._is_transformed:
+            raise RuntimeError(_TRANSFORMED.format(operation.name))
+        return self.chain.combine(Step(self, operation, len(columns[0]), key, say), columns)
 
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:
         if self.session is None:
@@ -158,7 +144,8 @@ class MeshCall(Agreement, PeerCall):
     def _check_captured(self, outputs: Tree, aliases: Sequence[Tensor] = ()) -> None:
         """A gradient goes through arguments only: of what is captured each process would have a part."""
         inputs = [*self._inputs(), *aliases]  # aliases stand for some of them
-        if captured(chain.from_iterable(map(layers, tensors_in(outputs))), chain.from_iterable(map(layers, inputs))):
+        found = captured(_layers_of(tensors_in(outputs)), _layers_of(inputs))
+        if any(x.numel() for x in found):  # a token has no elements
             raise ValueError(
                 "the function uses a tensor that requires grad and is none of its arguments. Each process would have a "
                 "part of its gradient only: pass it in an argument, or detach it"
@@ -166,38 +153,27 @@ class MeshCall(Agreement, PeerCall):
 
     def _check_transforms(self) -> None:
         layers = torch_private.get_interpreter_stack() or () if torch_private.is_transformed() else ()
-        if (
-            torch_private.is_forward_mode() or any(layer.key().name != "Grad" for layer in layers)
-        ) and not self.table.is_whole:
+        is_forward = torch_private.is_forward_mode()
+        if (is_forward or any(layer.key().name != "Grad" for layer in layers)) and not self.table.is_whole:
             raise RuntimeError(
                 f"{self.where}: a process without rows cannot follow vmap or forward mode (jvp, jacfwd, hessian) "
                 "around the call. Give every process rows, or use reverse mode"
             )
 
 
+_TRANSFORMED = (
+    "{}: a call over several processes, with collectives, cannot be transformed by torch.func from outside, since what "
+    "is transformed stays in its process. Transform inside the mapped function"
+)
+
+
 def begin(
     processes: Processes, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
 ) -> tuple[PeerCall, Partition]:
-    """Agree with the other processes on a call, and leave this one without shards if it has no rows.
-
-    Where all have agreed on the plan before, and this process has as many shards as then, nothing is said.
-    """
+    """Agree with the other processes on a call, and leave this one without shards if it has no rows."""
     partition, rows = plan.partition, _rows(processes, plan.partition, flats)
-    digest = None
-    if (
-        partition.sizes is not None and is_plain() and same["randomness"] != "rows"
-    ):  # which must know whose rows are whose
-        found = described(where, plan, flats, same)
-        digest = None if found.requires_grad and torch.is_grad_enabled() else found.digest
-    agreed = None if digest is None or is_full() else processes.plans.find(digest)
-    if agreed is not None:
-        number = number_of(f"{agreed.call} {agreed.whole} {processes.calls} {same['seed']}")
-        known = KnownCall(where, agreed, number)
-        if len(rows) == agreed.table.counts[processes.comm.rank]:
-            return known, partition
-        known.send_nothing()
     call = MeshCall(processes, where, compared(flats, same), rows, partial(said_of, flats, same))
-    call.flats, call.digest = flats, digest
+    call.flats = flats
     return call, partition if call.is_active else Partition((), (), None if partition.sizes is None else ())
 
 
@@ -210,7 +186,11 @@ def _rows(processes: Processes, partition: Partition, flats: Sequence[Flat]) -> 
     return [0] * (0 if whole and processes.comm.position else len(partition.slots))
 
 
-def _enter(flats: Sequence[Flat], call: Agreement) -> None:
+def _layers_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(map(layers, tensors)))
+
+
+def _enter(flats: Sequence[Flat], call: Agreement, chain: Chain | None) -> None:
     """Mark what is whole on every slot, and so the same in all processes: its gradient is the sum over them."""
     places: list[tuple[Flat, int]] = [
         (flat, i)
@@ -224,12 +204,8 @@ def _enter(flats: Sequence[Flat], call: Agreement) -> None:
         return
     distinct = {id(flat.leaves[i]): flat.leaves[i] for flat, i in places}
     name = f"{call.where}, call {call.number}"  # backwards of several calls may come in any order
-    entered = dict(
-        zip(
-            distinct,
-            GradientSum.apply(call.everybody.comm, name, None, call.is_active, *distinct.values()),
-            strict=True,
-        )
-    )
+    node = partial(GradientSum.apply, call.everybody.comm, name, None, call.is_active)
+    leaves = list(distinct.values())
+    entered = dict(zip(distinct, node(*leaves) if chain is None else chain.enter(node, leaves), strict=True))
     for flat, i in places:
         flat.leaves[i] = entered[id(flat.leaves[i])]

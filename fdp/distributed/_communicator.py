@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -42,8 +43,6 @@ class Communicator:
         width: int,
         timeout: datetime.timedelta,
         notices: Notices = NOTICES,
-        *,
-        is_beside: bool = False,
     ) -> None:
         self.group: Any = group
         self.ranks: tuple[int, ...] = tuple(ranks)
@@ -52,32 +51,15 @@ class Communicator:
         kinds = str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if "cpu:" in kinds or "gloo" in kinds else torch.device("cuda")
         self._is_gloo = "gloo" in kinds
-        self._is_beside = is_beside  # of the group in which calls begin and end
         self._missed: str | None = None  # who, once that has been asked
-        self.meanwhile: Callable[[], None] | None = None
-        """What is done again and again where this process waits long."""
-        self.begun: Callable[[], list[int]] = list
-        """How many operations this process has begun in each lane beside this group."""
-        self.catch_up: Callable[[Sequence[Sequence[int]]], None] = lambda counts: None
-        """Take part, with nothing, in those that others have begun, where these are the counts of all processes."""
 
     def narrowed(self, ranks: tuple[int, ...]) -> "Communicator | None":
         """One between some of these processes, all of which make it together; None if this is none of them."""
-        group = self._new_group(ranks)
-        return Communicator(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
-
-    def beside(self) -> "Communicator":
-        """One between the same processes with a group of its own, on the CPU: what is sent here is not met there."""
-        if not self._is_gloo:
-            return self
-        group = self._new_group(self.ranks, "gloo")
-        return Communicator(group, self.ranks, self.rank, self._width, self._timeout, is_beside=True)
-
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
         name, members = "new connections", [self._global(self.ranks.index(rank)) for rank in ranks]
         wait = Wait(name, self.rank, self._timeout, self._notices)
         with self._explained(name):
-            return wait.result_of(lambda: dist.new_group(members, self._timeout, backend), f"process {self._others()}")
+            group = wait.result_of(lambda: dist.new_group(members, self._timeout), f"process {self._others()}")
+        return Communicator(group, ranks, self.rank, self._width, self._timeout) if self.rank in ranks else None
 
     @property
     def position(self) -> int:
@@ -130,27 +112,24 @@ class Communicator:
         self._start(name, tensor, lambda: dist.all_gather(found, tensor, group=self.group, async_op=True))()
         return found
 
-    def sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> list[Tensor]:
-        """`begin_sums`, and what comes of it."""
-        return self.begin_sums(tensors, name, ours)()
+    def sums(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        ours: Sequence[bool] = (),
+        dtypes: Sequence[torch.dtype | None] | None = None,
+    ) -> list[Tensor]:
+        """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs.
 
-    def begin_sums(self, tensors: Sequence[Tensor], name: str, ours: Sequence[bool] = ()) -> Callable[[], list[Tensor]]:
-        """The sum over all processes, tensor by tensor, in memory of its own; for those that are `ours` in theirs."""
-        packing = Packing([kind_of(x) for x in tensors])
+        Real numbers may be sent as other `dtypes`.
+        """
+        packing = Packing([kind_of(x) for x in tensors], dtypes)
         flats = [packing.packed(k, tensors, ours or [False] * len(tensors)) for k in range(len(packing.buckets))]
-        waits = [self.begin_sum(flat, name) for flat in flats]
-
-        def finish() -> list[Tensor]:
-            for wait in waits:
-                wait()
-            return packing.unpacked(flats, tensors)
-
-        return finish
-
-    def begin_sum(self, flat: Tensor, name: str) -> Callable[[], None]:
-        """The sum over all processes, in place."""
-        group: Any = self.group or dist.group.WORLD
-        return self._start(name, flat, lambda: group.allreduce([flat]))  # dist.all_reduce asks much of its arguments
+        group: Any = self.group or dist.group.WORLD  # dist.all_reduce asks much of its arguments
+        sent = [flat for flat in flats if flat.numel()]
+        for wait in [self._start(name, flat, functools.partial(group.allreduce, [flat])) for flat in sent]:
+            wait()
+        return packing.unpacked(flats, tensors)
 
     def all(self, tensor: Tensor, name: str) -> list[Tensor]:
         """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
@@ -173,12 +152,6 @@ class Communicator:
         source = self._global(position)
         self._start(name, data, lambda: dist.broadcast(data, source, group=self.group, async_op=True))()
 
-    def share_bytes(self, data: bytes, position: int, name: str) -> bytes:
-        """The bytes of one of the processes; those of the others are as many, not none."""
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._control)
-        self.share(tensor, position, name)
-        return bytes_of(tensor.cpu())
-
     def _others(self) -> str:
         return ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
 
@@ -187,7 +160,7 @@ class Communicator:
 
     def _start(self, name: str, tensor: Tensor, operation: Callable[[], Any]) -> Callable[[], None]:
         """Begin an operation on a tensor; what is returned waits for it."""
-        if not self._is_beside and has_been_left(dist.group.WORLD):
+        if has_been_left(dist.group.WORLD):
             raise Elsewhere(
                 f"{name}: Ctrl-C has ended a wait of process {self.rank} before, so it does not know where the others "
                 "are. Restart the program. To save something at Ctrl-C, have a handler set a flag, and stop where all "
@@ -204,20 +177,18 @@ class Communicator:
     def to_the_end(self) -> Iterator[None]:
         """Around what all processes do together: who leaves it by Ctrl-C is out of step, and must not go on.
 
-        It would meet others with messages of other sizes, which end a process. Beside the group, in a step that is
-        known, all messages of a step are on their way before somebody waits.
+        It would meet others with messages of other sizes, which end a process.
         """
         try:
             yield
         except Exception:
             raise
         except BaseException:
-            if not self._is_beside:
-                leave_off(dist.group.WORLD)
+            leave_off(dist.group.WORLD)
             raise
 
     def _meanwhile(self, name: str, operation: PendingOperation) -> Callable[[], None]:
-        """What is done again and again while an operation is waited for."""
+        """What is said where an operation is waited for long."""
         say = self._notices.begin()
 
         def text(seconds: float) -> str | None:
@@ -225,12 +196,7 @@ class Communicator:
             waited = f"{name}: process {self.rank} has waited {seconds:.0f} s"
             return late and f"fdp: {waited} of at most {limit:g} s for {late}"
 
-        def meanwhile() -> None:
-            if self.meanwhile is not None:
-                self.meanwhile()
-            say(text)
-
-        return meanwhile
+        return lambda: say(text)
 
     def _wait(self, name: str, wait: Callable[[], Any], operation: PendingOperation | None = None) -> None:
         with self._explained(name, operation):

@@ -1,49 +1,12 @@
-"""What of a call is the same in all processes: as text where they differ, and as a number of its plan."""
+"""What of a call is the same in all processes: to be compared, and as text for people where it differs."""
 
-import hashlib
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fdp._placement.plan import Plan
-from fdp._placement.sharded import Sharded, Slots, leaf_tensors
-from fdp._trees.functions import name_of
+from fdp._placement.sharded import Sharded, Slots
 from fdp._trees.tree import Flat, digest_of, flatten
-
-
-class Digest(NamedTuple):
-    """A plan and the name of the function, as numbers that are the same in every process."""
-
-    plan: int
-    function: int
-
-
-class Described(NamedTuple):
-    """The digest of a call, and whether something in its arguments requires grad."""
-
-    digest: Digest
-    requires_grad: bool
-
-
-_DESCRIBED: "weakref.WeakKeyDictionary[Plan, dict[Any, Described]]" = weakref.WeakKeyDictionary()
-
-
-def described(where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]) -> Described:
-    """That of a call. The seed is not in it: it may be another one at each step."""
-    options = tuple((name, value) for name, value in same.items() if name not in ("seed", "function"))
-    known = _DESCRIBED.setdefault(plan, {})
-    if options not in known or plan.has_slots:  # a plan does not say what slots hold
-        needs = any(x.requires_grad for flat in flats for leaf in flat.leaves for x in leaf_tensors(leaf))
-        digest = Digest(number_of(repr((where, options, kinds_of(flats)))), number_of(name_of(same.get("function"))))
-        known[options] = Described(digest, needs)
-    return known[options]
-
-
-def number_of(text: str) -> int:
-    """The same in every process, and not zero."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") or 1
 
 
 def compared(flats: Sequence[Flat], same: Mapping[str, Any]) -> Any:

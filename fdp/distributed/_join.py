@@ -1,7 +1,8 @@
 """From shards to one tree, where other processes have shards too."""
 
+import functools
+import itertools
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
@@ -14,6 +15,7 @@ from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import AllGather, ZeroGradients, total
+from fdp.distributed._chain import Chain
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag
 
@@ -82,12 +84,12 @@ class PartialResult:
         shapes = [kind if isinstance(kind, _Shape) and spec != "list" else None for kind, spec in each]
         return flat.structure, flat.specs, shapes
 
-    def tag(self, more: Sequence[Tensor] = ()) -> Tag:
-        """What has to be the same in all processes; `more` tensors are summed."""
+    def tag(self, more: Sequence[Tensor] = (), *, may_differ: bool = False) -> Tag:
+        """What has to be the same in all processes; `more` tensors are summed. What requires grad `may_differ`."""
         flat = self._flat
         if flat is None:
             return Tag(f"the end of {self._where}")
-        needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
+        needs = [not may_differ and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
         added = [(x.dtype, tuple(x.shape)) for x in more]  # not the tensors: nobody else is to refer to them
 
         def say() -> str:
@@ -98,47 +100,16 @@ class PartialResult:
 
         return Tag(f"the end of {self._where}", repr((self.kind, needs, added)), say)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all that goes through processes are sums of tensors."""
-        return self._flat is not None and all(
-            isinstance(leaf, Tensor)
-            and (type(spec) is int or spec in ("sum", "stack", "list") or (spec == "mean" and is_inexact(leaf)))
-            for leaf, spec in zip(self._flat.leaves, self._flat.specs, strict=True)
-        )
-
-    @property
-    def summed(self) -> list[int]:
-        """The leaves that are sums over all processes."""
-        specs = () if self._flat is None else self._flat.specs
-        return [
-            i
-            for i, (leaf, spec) in enumerate(zip(self._leaves, specs, strict=True))
-            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
-        ]
-
-    def own(self) -> list[Tensor]:
-        """What this process adds to these sums."""
-        return [self._leaves[i] for i in self.summed]
-
-    def completed(self, sums: Sequence[Tensor], whole: float) -> Tree:
-        """The tree, with these sums; those under "mean" are divided by the whole."""
-        flat = self._flat
-        assert flat is not None
-        leaves = self._leaves
-        for i, x in zip(self.summed, sums, strict=True):
-            leaves[i] = x / whole if flat.specs[i] == "mean" else x
-        pairs = zip(leaves, flat.leaves, strict=True)
-        return unflatten(flat.structure, [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs])
-
     def finish(
         self,
         across: Agreement,
+        chain: Chain,
         inputs: Sequence[Tensor] = (),
         more: Sequence[Tensor] = (),
         ours: Sequence[bool] = (),
+        sent_as: torch.dtype | None = None,
     ) -> tuple[Tree, list[Tensor]]:
-        """The tree, and the sums of `more`, of which some are `ours` to overwrite.
+        """The tree, and the sums of `more`, of which some are `ours` to overwrite, and all may be `sent_as` a dtype.
 
         In a process without shards it depends on the `inputs`.
         """
@@ -153,7 +124,7 @@ class PartialResult:
         else:
             structure, specs, flags = flat.structure, flat.specs, []
         if across.session is not None and flat is not None:
-            summed = self._combine(across.session.comm, flat, more, ours)
+            summed = self._combine(across.session.comm, chain, flat, more, ours, sent_as)
         if flat is not None:
             pairs = zip(self._leaves, flat.leaves, strict=True)
             self._leaves = [x.to(own.dtype) if isinstance(x, Tensor) else x for x, own in pairs]
@@ -183,22 +154,36 @@ class PartialResult:
         leaves = leaves_up_to(flat.structure, tree)
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if spec in ("list", "items"):
-                leaves[i] = type(leaf)(chain.from_iterable(comm.objects(leaf, "gather")))
+                leaves[i] = type(leaf)(itertools.chain.from_iterable(comm.objects(leaf, "gather")))
             elif isinstance(leaf, Tensor) and (type(spec) is int or spec == "stack"):
                 leaves[i] = concat(comm.all(leaf, "gather"), 0 if spec == "stack" else spec)
         return unflatten(flat.structure, leaves)
 
-    def _combine(self, comm: Communicator, flat: Flat, more: Sequence[Tensor], ours: Sequence[bool]) -> list[Tensor]:
+    def _combine(
+        self,
+        comm: Communicator,
+        chain: Chain,
+        flat: Flat,
+        more: Sequence[Tensor],
+        ours: Sequence[bool],
+        sent_as: torch.dtype | None,
+    ) -> list[Tensor]:
         """Add up what the processes have."""
-        leaves, name, summed = self._leaves, f"the end of {self._where}", self.summed
-        found = total(comm, name, [*self.own(), *more], [*[False] * len(summed), *ours])
+        leaves, name = self._leaves, f"the end of {self._where}"
+        summed = [
+            i
+            for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True))
+            if isinstance(leaf, Tensor) and (spec == "sum" or (spec == "mean" and is_inexact(leaf)))
+        ]
+        dtypes = [None] * len(summed) + [sent_as] * len(more)
+        found = total(comm, name, chain, [*(leaves[i] for i in summed), *more], [*[False] * len(summed), *ours], dtypes)
         for i, x in zip(summed, found, strict=False):
             leaves[i] = x
         rest = found[len(summed) :]
         for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
             if i in summed or not isinstance(leaf, Tensor) or spec not in _GLOBAL:
                 continue
-            parts = AllGather.apply(comm, name, leaf)
+            (parts,) = chain.through(functools.partial(AllGather.apply, comm, name), [leaf])
             if spec == "mean" and not all(torch.equal(parts[0], part) for part in parts):
                 self._problem = (
                     f"{self._where}: {flat.path(i)} is {leaf.dtype}, which has no 'mean', and differs between "

@@ -40,7 +40,7 @@ class MeshPeers(Processes, Peers):
         with call:
             part = PartialResult(out.shards, out.dims, out.weights, whole, device, "gather", out.name)
             call.ends_with(part.tag())
-        tree = part.finish(call)[0]
+        tree = part.finish(call, call.chain)[0]
         return part.joined(tree, self.comm) if across else tree
 
     def refuse(self, where: str, way_out: str) -> None:

@@ -7,22 +7,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from fdp._placement.slot import AXES, is_forked
-from fdp._trees import torch_private
-from fdp.distributed._agreed import AgreedPlans
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag, meet
 from fdp.distributed._underway import leave
 
 
 class Beginning:
-    """Whether a call has begun in all processes, and whether it has to begin in full."""
+    """Whether a call has begun in all processes."""
 
     is_over = False
-    is_full = False
 
 
 _BEGINNING: contextvars.ContextVar[Beginning | None] = contextvars.ContextVar("fdp_beginning", default=None)
@@ -36,7 +32,6 @@ class Processes:
         self.slots: tuple[int, ...] = tuple(slots)
         self.calls: int = 0
         self._process = os.getpid()
-        self.plans: AgreedPlans = AgreedPlans(comm)
         self._caller: int | None = None  # the thread that is in a call
         self._communicators: dict[tuple[int, ...], Communicator | None] = {comm.ranks: comm}
         self._is_closed = False
@@ -98,23 +93,3 @@ def has_begun() -> None:
     beginning = _BEGINNING.get()
     if beginning is not None:
         beginning.is_over = True
-
-
-def in_full() -> None:
-    """The call begins anew, and what is known of its plan is not relied on."""
-    beginning = _BEGINNING.get()
-    assert beginning is not None
-    beginning.is_full = True
-
-
-def is_full() -> bool:
-    """Whether this call has to begin in full."""
-    beginning = _BEGINNING.get()
-    return beginning is None or beginning.is_full
-
-
-def is_plain() -> bool:
-    """Whether a call is the outermost one, and nothing transforms it."""
-    if AXES.get() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return False
-    return not (torch_private.is_transformed() or torch_private.is_forward_mode())

@@ -17,7 +17,6 @@ from fdp.distributed._session import Tag
 def over_processes(operation: Operation, columns: Sequence[Sequence[Tensor]], across: Agreement) -> list[list[Tensor]]:
     """For each leaf, what becomes of it on each slot of this process."""
     assert across.session is not None
-    across.has_met = True
     comm, name = across.session.comm, operation.name
     counts = across.table.counts
     first, _ = across.table.before
@@ -58,6 +57,5 @@ def _of_all_slots(xs: Sequence[Tensor], across: Agreement, comm: Communicator, n
 def everywhere(values: list[Any], across: Agreement, tag: Tag) -> list[Any]:
     """The values of the slots of all processes, in order; they are no tensors."""
     assert across.session is not None
-    across.has_met = True
     across.session.agree(tag)
     return list(chain.from_iterable(across.session.comm.objects(values, tag.name)))

@@ -51,8 +51,7 @@ def _raise_for(comm: Communicator, tag: Tag, failure: BaseException | None) -> N
     how = None if failure is None else f"has raised {type(failure).__name__}: {text_of(failure)}"
     trace = "" if failure is None else "".join(traceback.format_exception(failure))
     own = tag.name, tag.say(), how, trace
-    said, begun = zip(*comm.objects((own, comm.begun()), tag.name), strict=True)
-    comm.catch_up(begun)
+    said = comm.objects(own, tag.name)
     if failure is not None:
         return
     error = Elsewhere(_explained(comm, tag, said))
@@ -107,13 +106,12 @@ class Session:
         """The numbers of every process, which are all here."""
         return self.begin(tag, numbers)()
 
-    def end(
-        self, tag: Tag, error: BaseException | None, numbers: Sequence[int] = ()
-    ) -> tuple[BaseException | None, list[list[int]]]:
-        """Tell the others how it went. Why this process has to fail if it has not, and the numbers of every process."""
+    def end(self, tag: Tag, error: BaseException | None) -> BaseException | None:
+        """Tell the others how it went: why this process has to fail, if it has not."""
         if self.is_over and error is not None:
-            return None, []
+            return None
         try:
-            return None, self.begin(tag, numbers, error)()
+            self.begin(tag, (), error)()
         except Exception as elsewhere:
-            return elsewhere, []
+            return elsewhere
+        return None

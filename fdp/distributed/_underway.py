@@ -108,24 +108,6 @@ def has_been_left(group: Any) -> bool:
     return group in _LEFT
 
 
-def begun_in(group: Any) -> int:
-    """How many operations of a group this process has begun."""
-    return _STARTED.get(group, 0)
-
-
-def where_others_wait(groups: Sequence[Any], ranks: Sequence[int], rank: int) -> list[int]:
-    """In which groups somebody has said to wait for an operation that this process has not begun."""
-    others = [other for other in ranks if other != rank]
-
-    def is_waited_for(group: Any) -> bool:
-        begun, store = _STARTED.get(group, 0), group.get_group_store().clone()
-        return any(_said(store, other) > begun for other in others)
-
-    # All at once, since the others wait for this process meanwhile.
-    look = lambda _: [i for i, group in enumerate(groups) if is_waited_for(group)]  # noqa: E731
-    return (_asked(groups[0], look, _SLICE) or []) if groups else []
-
-
 def _said(store: Any, rank: int) -> int:
     """For which operation a process has said that it waits, 0 if for none."""
     key = f"fdp/{rank}"

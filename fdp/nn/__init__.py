@@ -1,6 +1,6 @@
 """Modules as functions, and torch.nn.parallel on the plan and the trees of fdp.
 
-It imports `_collectives`, `_execution`, `_placement` and `_trees`.
+It imports `_transforms`, `_collectives`, `_execution`, `_placement` and `_trees`.
 """
 
 from fdp._transforms.own_statistics import BatchNormWarning as BatchNormWarning

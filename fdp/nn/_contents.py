@@ -5,7 +5,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from fdp._execution.guards import refuse_beside
 from fdp._trees import torch_private
 from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Box, Walk, is_setting, refill, same, translate
@@ -107,8 +106,6 @@ class Contents:
             return True
         boxes = self._boxes() if attributes else self._containers
         changed = [box for box in boxes if not _is_of_parameters(box) and not same(box.own, box.idle)]
-        if attributes and any(map(_is_written, changed)):
-            refuse_beside("a module whose forward writes to its attributes", _WRITES)
         table = originals() | {id(box.own): box.original for box in self._boxes()} if changed else {}
         plain = True
         for box in changed:
@@ -161,15 +158,6 @@ def _is_of_parameters(box: Box) -> bool:
     return box.path.rpartition(".")[2] in OF_PARAMETERS
 
 
-def _is_written(box: Box) -> bool:
-    """Whether a call has changed something else than what recurrent modules make of their parameters."""
-    own, idle = box.own, box.idle
-    if not (isinstance(own, dict) and isinstance(idle, dict)):
-        return True
-    skipped = {key: idle[key] for key in OF_PARAMETERS if key in idle}
-    return not same({**own, **skipped}, idle)
-
-
 def _follow(box: Box, now: Any, clones: Mapping[int, Any]) -> None:
     refill(box.idle, _carry(now, clones, box.seen, box.idle))
     refill(box.seen, now)
@@ -202,7 +190,5 @@ def _not_in(known: Any, box: Any) -> list[Any]:
 def _are_plain(values: Any) -> bool:
     return all(type(value) in ATOMS or isinstance(value, Tensor) for value in values)
 
-
-_WRITES = "which others would write to as well. Pass executor='sequential', or return what is written"
 
 leave_alone(globals())

@@ -192,7 +192,11 @@ class DataParallel(nn.Module, Generic[M]):
         if why_in_order(mode, len(replicas)) is not None:
             return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
         outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
-        loan.merge(replicas)
+        if loan.have_filled(replicas):
+            raise RuntimeError(
+                f"{self._where}: executor='threads': forward puts something into a list, dict or set of the module, "
+                "which others do meanwhile. Pass executor='sequential'"
+            )
         return outputs
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:

@@ -76,13 +76,13 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     Every call reads the module anew, so `module.eval()`, a plain attribute, a hook or another submodule shows in the
     next one. What forward writes shows in the new buffers only: a list or dict of the module that it fills is as before
     after the call, so return what you want to keep. Objects of other classes that the module holds are shared with it.
-    Calls may run side by side in threads.
+    Calls may run side by side in threads, if they run on clones.
 
     An embedding with `max_norm` renormalises a copy of its weight, and `params` stay as they are.
 
     Calls run on clones of the module. Where a hook closes over the module, or an object inside refers to it or is of a
     kind that cannot be looked into, they run on the module itself, one at a time, and activation checkpointing in it
-    would see the module's own tensors in the backward.
+    would see the module's own tensors in the backward; `executor="threads"` refuses that.
 
     Args:
         module: Any module whose parameters have shapes. Its tensors and attributes are left as they are.

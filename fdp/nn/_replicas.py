@@ -147,11 +147,10 @@ class Loan:
         """How to call them one after the other: each finds in containers what those before it have put there."""
         return [self._replicas[id(each)].in_turn if id(each) in self._replicas else each for each in replicas]
 
-    def merge(self, replicas: Sequence[nn.Module]) -> None:
-        """Put what replicas have put into their containers into those of the module, one replica after the other."""
-        for each in replicas:
-            if id(each) in self._replicas:
-                self._replicas[id(each)].write_back()
+    def have_filled(self, replicas: Sequence[nn.Module]) -> bool:
+        """Whether a forward has changed lists, dicts or sets."""
+        lent = [self._replicas[id(each)].skeleton for each in replicas if id(each) in self._replicas]
+        return any(skeleton is not None and skeleton.contents.are_filled() for skeleton in lent)
 
     def write_back(self, replicas: Sequence[nn.Module], where: str) -> None:
         """Give the module's buffers the values that the first replica has, or the mean over all."""

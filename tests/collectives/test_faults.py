@@ -19,7 +19,6 @@ each_slot = pytest.mark.parametrize("slot", range(SLOTS))
 each_name = pytest.mark.parametrize("name", COLLECTIVES)
 
 
-
 @few(2)
 @each_executor
 @each_slot

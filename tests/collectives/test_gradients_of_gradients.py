@@ -205,7 +205,9 @@ def test_nested(output: int, slot: int, inner_executor: Any, executor: Any):
     x[0, 0] = x[3, 2] = x[1, 3] = 0  # of the roots, which have no part in it
     call = outer(executor, inner_executor)
     if executor == "threads":
-        with pytest.raises(RuntimeError, match=r"psum: executor='threads': a collective over axis 'outer'.*further out"):
+        with pytest.raises(
+            RuntimeError, match=r"psum: executor='threads': a collective over axis 'outer'.*further out"
+        ):
             call(W, x)
         return
     found = within(30, lambda: derivatives(lambda w, x: [call(w, x)[output][slot]], x=x, order=2))

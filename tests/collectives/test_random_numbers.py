@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, W, X, leaves, ring
-from tests.common.comparing import assert_close_tree
+from tests.collectives.cases import EXECUTORS, leaves, ring
 from tests.common.threads import side_by_side
 
 each_executor = pytest.mark.parametrize("executor", EXECUTORS)

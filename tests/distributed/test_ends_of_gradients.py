@@ -77,10 +77,10 @@ def operations_of_a_step(mesh: Any, meets: bool) -> list[str]:
     return sorted(event.name for event in profile.events() or () if event.name.startswith("gloo:"))
 
 
-def test_the_first_step_has_as_few_messages_as_later_ones(two: Pool):
-    for meets in (False, True):  # beside those of the collective, in the thread of its slot
+def test_a_step_sends_two_headers_and_its_sums(two: Pool):
+    for meets in (False, True):
         for found in two(operations_of_a_step, 1, meets):
-            assert found == ["gloo:all_gather"] * 2 + ["gloo:all_reduce"]
+            assert found == ["gloo:all_gather"] * (2 + meets) + ["gloo:all_reduce"] * (1 + meets)
 
 
 def without_rows_on_another_device(mesh: Any) -> list[Tensor]:

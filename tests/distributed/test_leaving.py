@@ -71,7 +71,7 @@ def gradient(mesh: Any) -> Any:
     return fdp.grad(lambda p, x: (p * x).sum(), devices=mesh)(torch.ones(4), torch.ones(2, 4))
 
 
-def ten_known_steps() -> None:
+def ten_gradient_steps() -> None:
     sys.setswitchinterval(0.2)
     mesh = init(timeout=30)
     for _ in range(10):
@@ -96,7 +96,7 @@ def forks() -> None:
         gradient(mesh)
 
 
-@pytest.mark.parametrize("steps", [ten_steps, ten_known_steps])
+@pytest.mark.parametrize("steps", [ten_steps, ten_gradient_steps])
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.deep)])
 def test_a_program_that_does_not_close_the_mesh_ends_well(times: int, steps: Callable[[], None]):
     for _ in range(times):
@@ -129,24 +129,34 @@ def test_who_goes_on_after_an_interrupt_is_out_of_step():
 
 
 def is_interrupted_while_connections_are_made() -> None:
+    """Process 2 has no rows, so that the others need connections of their own."""
+
     def interrupted(*_: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         time.sleep(60)
+
+    def call() -> Any:
+        return fdp.dp_apply(total, None, torch.ones(4 if mesh.rank < 2 else 0), mesh, out_dims="sum")
 
     mesh = init(timeout=2)
     if mesh.rank == 1:
         dist.new_group = interrupted
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            gradient(mesh)
+            call()
         with pytest.raises(RuntimeError, match="Ctrl-C has ended a wait of process 1"):
-            apply_total(mesh)
+            call()
+    elif mesh.rank == 0:
+        with pytest.raises(
+            RuntimeError, match=r"new connections: process 0 could not reach all of the others \(1, 2\)"
+        ):
+            call()
     else:
-        with pytest.raises(RuntimeError, match=r"new connections: process 0 could not reach all of the others \(1\)"):
-            gradient(mesh)
+        with pytest.raises(RuntimeError, match="process 2 could not reach all of the others"):
+            call()
 
 
 def test_an_interrupt_while_connections_are_made_is_told_of():
-    assert exits(is_interrupted_while_connections_are_made) == [0, 0]
+    assert exits(is_interrupted_while_connections_are_made, 3) == [0, 0, 0]
 
 
 def is_left_by_process_1() -> None:
@@ -158,17 +168,17 @@ def is_left_by_process_1() -> None:
         apply_total(mesh)
 
 
-def is_left_in_a_known_step() -> None:
+def is_left_in_a_gradient_step() -> None:
     mesh = init(timeout=FOREVER)
     for _ in range(3):
         gradient(mesh)
     if mesh.rank == 1:
         raise ValueError("outside of a call")
-    with pytest.raises(RuntimeError, match=r"the end of grad: process 0 could not reach all of the others .*ended"):
+    with pytest.raises(RuntimeError, match=r"grad: process 0 could not reach all of the others .*ended"):
         gradient(mesh)
 
 
-@pytest.mark.parametrize("left", [is_left_by_process_1, is_left_in_a_known_step])
+@pytest.mark.parametrize("left", [is_left_by_process_1, is_left_in_a_gradient_step])
 def test_a_process_that_ends_is_missed_at_once_though_it_has_not_closed_the_mesh(left: Callable[[], None]):
     assert exits(left) == [0, 1]
 
@@ -185,8 +195,8 @@ def test_a_process_that_has_met_nobody_ends_well(times: int):
         assert exits(joins_nobody) == [0, 0]
 
 
-def with_hooks(mesh: Any) -> Any:
-    """Its gradients are sent while the backward goes on."""
+def large_gradients(mesh: Any) -> Any:
+    """Its gradients are sent one by one."""
     params = [torch.ones(400, 400), torch.ones(400, 400)]
     return fdp.grad(lambda p, x: (x @ p[0] @ p[1]).mean(), devices=mesh)(params, torch.ones(2, 400))
 
@@ -214,7 +224,7 @@ def is_there(process: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("call", [apply_total, gradient, with_hooks])
+@pytest.mark.parametrize("call", [apply_total, gradient, large_gradients])
 def test_an_interrupt_ends_a_process_that_waits_for_the_others(call: Callable[[Any], Any]):
     assert exits(functools.partial(is_interrupted, call)) == [3, 0]
 

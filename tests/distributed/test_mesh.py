@@ -142,7 +142,10 @@ def test_nothing_to_split_runs_once(two: Pool):
 
 def side_by_side(seat: Seat, executor: Any, microbatches: int, outside: bool) -> Any:
     p = {name: tensor.requires_grad_(outside) for name, tensor in params().items()}
-    fn = fdp.thread_safe(lambda p, x, y: (loss(p, x, y), predict(p, x).sum()))
+
+    def fn(p: Any, x: Tensor, y: Tensor) -> Any:
+        return loss(p, x, y), predict(p, x).sum()
+
     options: dict[str, Any] = {"executor": executor, "microbatches": microbatches, "has_aux": True, "aux_dims": "sum"}
     x, y = seat.own(batch())
     with many_cores():

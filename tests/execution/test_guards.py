@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process: what is refused in shards that run side by side, and works in order."""
+"""What torch keeps for the whole process, used from shards that run side by side."""
 
 import contextlib
 import threading
@@ -11,7 +11,8 @@ from torch import nn
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import fdp
 from tests.common.depth import few
@@ -19,7 +20,6 @@ from tests.common.programs import run_program
 from tests.execution.side_by_side import X, threads
 
 pytestmark = pytest.mark.usefixtures("switching")
-REFUSED = "^executor='threads': the function calls "
 
 
 # ---------------------------------------------------------------- torch's functional_call
@@ -65,7 +65,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
     "GRU": lambda: nn.GRU(3, 3, batch_first=True),
     "hook": hooked,
-    "hook that closes over the module": closing,
     "buffer": Rebinding,
     "batch norm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(),
 }
@@ -96,13 +95,8 @@ def test_functional_call_in_shards(make: Callable[[], nn.Module], call: Callable
 
     shift = torch.zeros((), dtype=torch.float64)
     want = torch.cat([fn(shift, part) for part in x.split(2)])
-    torch.testing.assert_close(fdp.dp_apply(fn, shift, x, fdp.virtual_devices(4)), want)
-    if make is closing:
-        with pytest.raises(RuntimeError, match=REFUSED + "a module that can only be called in place"):
-            threads(fn, shift, x)
-    else:
-        for _ in range(25):
-            torch.testing.assert_close(threads(fn, shift, x), want)
+    for _ in range(25):
+        torch.testing.assert_close(threads(fn, shift, x), want)
     after = module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in own.items())
 
@@ -122,27 +116,6 @@ def test_options_reach_functional_call(wrong: Any):
             return str(error)
 
     assert outcome(lambda: threads(fn, weight, X)) == outcome(lambda: fn(weight, X))
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_forward_that_writes_to_its_module(call: Callable[..., Any]):
-    class Counting(nn.Linear):
-        calls = 0
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return super().forward(input)
-
-    module = Counting(3, 3).double()
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return call(module, {"bias": w}, (x,))
-
-    with pytest.raises(RuntimeError, match=REFUSED + "a module whose forward writes to its attributes"):
-        threads(fn, X[0], X)
-    fdp.dp_apply(fn, X[0], X, fdp.virtual_devices(4))
-    assert module.calls == 4
 
 
 def test_outside_of_shards_functional_call_is_torchs_own():
@@ -185,30 +158,80 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("fn", FORWARD.values(), ids=FORWARD)
-def test_forward_mode_in_shards(fn: Callable[..., torch.Tensor]):
+def test_forward_mode_in_shards_is_refused(fn: Callable[..., torch.Tensor]):
     w = torch.tensor([0.3, -0.5, 0.7], dtype=torch.float64)
-    want = torch.cat([fn(w, part) for part in X.split(2)])
-    torch.testing.assert_close(fdp.dp_apply(fn, w, X, fdp.virtual_devices(4)), want)
-    with pytest.raises(RuntimeError, match=REFUSED + "torch.*which enters forward mode.*executor='sequential', or"):
-        threads(fn, w, X)
-    assert forward_ad._current_level == -1
-    assert eager_transforms.JVP_NESTING == 0
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"executor='threads': the function calls .*forward mode.*'sequential'"):
+            threads(fn, w, X)
+        assert forward_ad._current_level == -1
+        assert eager_transforms.JVP_NESTING == 0
+    found = fdp.dp_apply(fn, w, X, fdp.virtual_devices(4))
+    torch.testing.assert_close(found, torch.cat([fn(w, part) for part in X.split(2)]))
 
 
-def test_forward_mode_in_shards_under_a_gradient():
-    """Shards do not run beside each other there."""
+def looking(look: Callable[[], Any]) -> Callable[..., torch.Tensor]:
+    return lambda w, x: (look(), w * x)[1]
 
-    def curved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return hessian(lambda w: (torch.sin(x @ w) * w.prod()).sum())(w).sum(1, keepdim=True) * x.sum(1).sum()
 
-    def outside(w: torch.Tensor) -> torch.Tensor:
-        return fdp.dp_apply(curved, w, X, fdp.virtual_devices(4), out_dims="sum").sin().sum()
+def checkpointed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.mul, w, x, use_reentrant=False)
 
-    def alone(w: torch.Tensor) -> torch.Tensor:
-        return torch.stack([curved(w, part) for part in X.split(2)]).sum(0).sin().sum()
 
-    w = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)
-    torch.testing.assert_close(grad(outside)(w), grad(alone)(w))
+CLOSING, NORMED = closing().double(), parametrizations.weight_norm(nn.Linear(3, 3)).double()
+
+
+def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(CLOSING, dict(CLOSING.named_parameters()), (w * x,))
+
+
+def cached(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with parametrize.cached():
+        return fdp.functional_call(NORMED, dict(NORMED.named_parameters()), (w * x,))
+
+
+def seeded(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(2), seed=1)
+
+
+REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "manual_seed": (looking(lambda: torch.manual_seed(0)), r"torch\.manual_seed, which looks at"),
+    "seed": (looking(lambda: torch.seed()), r"torch\.seed, which looks at"),
+    "get_rng_state": (looking(lambda: torch.get_rng_state()), r"torch\.get_rng_state, which looks at"),
+    "set_rng_state": (
+        looking(lambda: torch.random.set_rng_state(torch.zeros(1))),
+        r"torch\.set_rng_state, which looks",
+    ),
+    "checkpoint": (checkpointed, "torch.get_rng_state.*preserve_rng_state=False does too"),
+    "a seeded call": (seeded, "another one with a seed, which looks at"),
+    "a module in place": (in_place, "a module that can only be called in place.*remove what leads back"),
+    "cached parametrizations": (cached, r"parametrize\.cached\(\), whose cache is one for all threads"),
+}
+RUN: dict[str, Callable[..., Any]] = {
+    "dp_apply": threads,
+    "value_and_grad": lambda fn, w, x: fdp.value_and_grad(
+        lambda w, x: fn(w, x).mean(), devices=fdp.virtual_devices(4), executor="threads"
+    )(w, x),
+}
+
+
+@few(3)
+@pytest.mark.parametrize("run", RUN.values(), ids=RUN)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_process_to_itself_is_refused(name: str, run: Callable[..., Any]):
+    fn, match = REFUSED[name]
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=f"executor='threads': the function calls .*{match}"):
+        run(fn, X[0], X)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(threads(torch.mul, X[0], X), X[0] * X)
+
+
+def test_a_checkpoint_that_keeps_no_state_is_allowed():
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: h.sin(), w * x, use_reentrant=False, preserve_rng_state=False)
+
+    found = RUN["value_and_grad"](fn, X[0], X)
+    torch.testing.assert_close(found, torch.func.grad_and_value(lambda w: (w * X).sin().mean())(X[0])[::-1])
 
 
 def is_forward_mode() -> bool:
@@ -239,20 +262,6 @@ def test_forward_mode_may_wait_for_a_thread_that_uses_it():
         return x
 
     jvp(waits, (X[0],), (X[0],))
-
-
-@pytest.mark.parametrize("name", ["jvp", "hessian"])
-def test_forward_mode_that_fails_leaves_nothing(name: str):
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        def failing(w: torch.Tensor) -> torch.Tensor:
-            raise ValueError("inside")
-
-        return jvp(failing, (w,), (w,))[1] if name == "jvp" else hessian(failing)(w)
-
-    with pytest.raises(ValueError, match="inside"):
-        fdp.dp_apply(fn, X[0], X, fdp.virtual_devices(4))
-    assert forward_ad._current_level == -1
-    assert not is_forward_mode()
 
 
 def test_guards_that_come_while_forward_mode_is_on():

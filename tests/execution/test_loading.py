@@ -33,21 +33,11 @@ class Drawn(Dataset[Any]):
 
 
 class AtOnce(Drawn):
-    """The same, several rows at once."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
+    """The same, and several rows at once, which draw something else."""
 
     def __getitems__(self, rows: list[int]) -> list[Any]:
-        self.asked.append(len(rows))
+        torch.rand(())
         return [self[row] for row in rows]
-
-
-class Plain(AtOnce):
-    """Several rows at once, without drawing."""
-
-    def __getitem__(self, row: int) -> Any:
-        return row, torch.tensor([row, row])
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +103,6 @@ def test_workers_that_are_spawned_and_persist(drawn: list[Any]):
     loader = BATCHES.loader(AtOnce(), start=1, steps=3, num_workers=1, **options)
     for _ in range(2):
         assert_same_tree(list(loader), drawn[1:4])
-
-
-def test_several_rows_at_once_as_long_as_nothing_is_drawn():
-    plain, draws = Plain(), AtOnce()
-    list(BATCHES.loader(plain, steps=4))
-    assert plain.asked == [6, 6, 6, 5]
-    list(BATCHES.loader(draws, steps=2))
-    assert draws.asked == [6, *[1] * 12]
 
 
 def test_generators_are_as_before():
@@ -319,6 +301,14 @@ class WithoutLength(Dataset[int]):
         return row
 
 
+class OnlyAtOnce:
+    def __len__(self) -> int:
+        return 23
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return rows
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "iterable": (
         lambda: BATCHES.loader(Stream()),
@@ -340,6 +330,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: BATCHES.loader(WithoutLength()),
         TypeError,
         "expected a dataset with __len__ and __getitem__, got WithoutLength",
+    ),
+    "only several rows at once": (
+        lambda: BATCHES.loader(OnlyAtOnce()),
+        TypeError,
+        "expected a dataset with __len__ and __getitem__, got OnlyAtOnce",
     ),
     "length": (lambda: BATCHES.loader(range(20)), ValueError, "the dataset has 20 rows, and these are batches of n=23"),
     "batch_size": (
@@ -393,12 +388,3 @@ def test_what_is_refused(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         call()
-
-
-def test_several_rows_that_are_too_few():
-    class TooFew(Plain):
-        def __getitems__(self, rows: list[int]) -> list[Any]:
-            return super().__getitems__(rows)[1:]
-
-    with pytest.raises(ValueError, match=r"TooFew\.__getitems__ returned 5 samples for 6 rows"):
-        list(BATCHES.loader(TooFew(), steps=1))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,10 +37,18 @@ def run(model: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:
     return (out[0] if isinstance(out, tuple) else out).detach(), grads
 
 
-def assert_like_one_device(module: nn.Module, *inputs: Tensor, slots: int = 3, **options: Any) -> None:
-    """Values and gradients, in whatever way the replicas run, of two calls."""
+IN_PLACE = "executor='threads': the function calls a module that can only be called in place"
+
+
+def assert_like_one_device(
+    module: nn.Module, *inputs: Tensor, slots: int = 3, in_place: bool = False, **options: Any
+) -> None:
+    """Values and gradients, in whatever way the replicas run, of two calls; `in_place`: not beside others."""
     want = run(module, module, *inputs)
-    for executor in ("sequential", "threads", "auto"):
+    if in_place:
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            DataParallel(module, ["cpu"] * slots, executor="threads", **options)(*inputs)
+    for executor in ("sequential", "auto", *["threads"] * (not in_place)):
         shim = DataParallel(module, ["cpu"] * slots, executor=executor, **options)
         with many_cores():
             for _ in range(2):

@@ -58,7 +58,7 @@ def test_copies_have_what_the_original_has(duplicate: Callable[[Any], Any]):
         assert each.out_dims == (0, "mean")
         assert getattr(each, "__name__", "") == "apply"
         for fn in (each, torch.compile(each, backend="eager")):
-            assert fdp.explain(fn, state, X, ["cpu"] * 2).executor == "side by side in threads"
+            assert fdp.explain(fn, state, X, ["cpu"] * 2).executor == "one shard after the other: executor='auto'"
         out, buffers = fdp.dp_apply(each, state, X, ["cpu"] * 2)
         assert out.shape == (8, 2)
         assert buffers["1.num_batches_tracked"] == 1
@@ -100,7 +100,6 @@ def test_it_may_be_an_argument():
 
 def test_what_wraps_it_has_its_dims():
     apply, _ = functional(network())
-    assert fdp.thread_safe(apply) is apply
 
     @functools.wraps(apply)
     def wrapped(*args: Any) -> Any:

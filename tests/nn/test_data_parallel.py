@@ -215,7 +215,7 @@ def test_replicas_run_side_by_side():
             return super().forward(input)
 
     with many_cores():
-        DataParallel(Meets(3, 2).double(), ["cpu"] * 4)(numbers(4, 3))
+        DataParallel(Meets(3, 2).double(), ["cpu"] * 4, executor="threads")(numbers(4, 3))
     assert len(threads) == 4
 
 

@@ -18,6 +18,7 @@ from tests.nn.modules_of_data_parallel import Apply, outputs_of
 TWO = ["cpu", "cpu"]
 
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+in_order = pytest.mark.parametrize("executor", ["sequential", "auto"])
 
 
 def fail(error: BaseException) -> Any:
@@ -31,7 +32,7 @@ class Odd(Exception):
         super().__init__(a, b)
 
 
-@each_executor
+@in_order
 @pytest.mark.parametrize("error", [KeyError("a\nb"), Odd(1, b=2), StopIteration(3), AssertionError()], ids=repr)
 def test_the_exception_itself_arrives(error: Exception, executor: Any):
     """Torch raises another one made of its text."""
@@ -46,7 +47,7 @@ def test_the_exception_itself_arrives(error: Exception, executor: Any):
     ]
 
 
-@each_executor
+@in_order
 def test_the_first_of_several_failures_is_raised(executor: Any):
     errors = {2: ValueError("second"), 4: KeyError("third")}
 

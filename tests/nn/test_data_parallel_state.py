@@ -20,6 +20,7 @@ from tests.nn.modules_of_data_parallel import Apply, mlp, value_and_grads
 TWO = ["cpu", "cpu"]
 
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+in_order = pytest.mark.parametrize("executor", ["sequential", "auto"])
 
 
 # ---------------------------------------------------------------- state
@@ -127,7 +128,7 @@ def test_gradients_are_off_where_they_are_off():
         assert_close_tree(value_and_grads(shim, module, x), value_and_grads(module, module, x))
 
 
-@each_executor
+@in_order
 def test_the_state_of_the_thread_is_that_of_the_caller(executor: Any):
     """Torch leaves most of it behind."""
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")

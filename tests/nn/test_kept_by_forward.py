@@ -1,8 +1,6 @@
 """What forward keeps in lists and dicts of a module and computes with later: as if replicas ran one by one."""
 
 import functools
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +9,9 @@ from torch import Tensor, nn
 
 from fdp import DataParallel, dp_apply, functional
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores, side_by_side
+from tests.common.threads import many_cores
+
+in_order = pytest.mark.parametrize("executor", ["sequential", "auto"])
 
 CPUS = ["cpu"] * 3
 
@@ -40,7 +40,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+@in_order
 def test_what_forward_keeps_is_right_in_later_calls(make: Any, executor: Any):
     module, alone, x = Caching(make), Caching(make), numbers(8, 3)
     alone.load_state_dict(module.state_dict())
@@ -53,7 +53,7 @@ def test_what_forward_keeps_is_right_in_later_calls(make: Any, executor: Any):
                 each.linear.weight.mul_(2)
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
+@in_order
 def test_ints_of_lists_and_dicts_are_those_of_a_sequence(executor: Any):
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -71,53 +71,6 @@ def test_ints_of_lists_and_dicts_are_those_of_a_sequence(executor: Any):
     for calls in (1, 2, 3):
         shim(numbers(8, 3))
         assert (shim.module.seen, shim.module.order) == ({"calls": 3 * calls, "width": 3}, [0, 1, 2])
-
-
-def test_several_threads_may_call_a_module_that_begins_anew():
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cache = {"width": 0}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.cache["width"] = self.cache["width"] or x.shape[1]
-            time.sleep(0.001)
-            return x * (self.cache["width"] or 3)
-
-    def work(shim: Any) -> None:
-        for _ in range(20):
-            found.append(torch.equal(shim(x), x * 3))
-            if len(found) % 3 == 0:
-                shim.module.cache["width"] = 0  # so that the next call fills it again
-
-    x, found = numbers(8, 3), list[bool]()
-    shim = DataParallel(Sized(), CPUS, executor="threads")
-    threads = [threading.Thread(target=work, args=(shim,)) for _ in range(4)]
-    with side_by_side():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == [True] * 80
-    assert shim.module.cache["width"] in (0, 3)
-
-
-def test_random_numbers_are_those_of_a_sequence_also_where_forward_begins_anew():
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.maps = list[Tensor]()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.maps.append(x)
-            return nn.functional.dropout(x)
-
-    found = []
-    for executor in ("sequential", "threads"):
-        torch.manual_seed(0)
-        shim = DataParallel(Dropping(), CPUS, executor=executor)
-        found.append(torch.stack([shim(torch.ones(8, 3)) for _ in range(2)]))
-    assert torch.equal(*found)
 
 
 def test_functional_call_in_shards_side_by_side_keeps_what_a_sequence_keeps():

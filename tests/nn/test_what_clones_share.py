@@ -244,7 +244,9 @@ def test_what_may_lead_to_the_module_is_called_in_place(name: str):
         grads = torch.autograd.grad(got.sum(), list(given.values()))
         assert_close_tree(grads, torch.autograd.grad(want.sum(), list(given.values()), retain_graph=True))
     out = module(x)
-    got = DataParallel(module, CPUS, executor="threads")(x)
+    with pytest.raises(RuntimeError, match="executor='threads': the function calls a module that can only be called"):
+        DataParallel(module, CPUS, executor="threads")(x)
+    got = DataParallel(module, CPUS)(x)
     assert_close_tree(got, out)
     params = list(module.parameters())
     assert_close_tree(torch.autograd.grad(got.sum(), params), torch.autograd.grad(out.sum(), params))

@@ -44,9 +44,7 @@ def test_what_comes_out(name: str):
         ("grad of args[0]['b']", (2,), "sum", None),
         ("grad of args[0]['w']", (3, 2), "sum", None),
     ]
-    assert plan.executor == "one shard after the other: the function is not known to be safe in threads " + (
-        "(fdp.thread_safe marks it)"
-    )
+    assert plan.executor == "one shard after the other: executor='auto'"
 
 
 def test_what_means_are_weighted_by():
@@ -65,7 +63,7 @@ def test_what_means_are_weighted_by():
 
 def test_settings_are_those_of_the_function():
     options: Any = {"argnums": (1,), "in_dims": (None, 0, 0), "count": lambda p, x, y: y.sum(), "microbatches": 2}
-    plan = fdp.explain(fdp.value_and_grad(fdp.thread_safe(loss), devices=SLOTS, **options), PARAMS, (X, Y))
+    plan = fdp.explain(fdp.value_and_grad(loss, devices=SLOTS, executor="threads", **options), PARAMS, (X, Y))
     assert said(plan.outputs) == [
         ("loss", (), "mean by count", None),
         ("grad of args[1]", (7, 3), "concatenated along dim 0", (3, 2, 2)),
@@ -79,17 +77,6 @@ def test_settings_are_those_of_the_function():
         ("grad of args[0]['b']", (2,), "sum, on each slot", None),
         ("grad of args[0]['w']", (3, 2), "sum, on each slot", None),
     ]
-
-
-def test_times_are_those_of_the_calls():
-    @fdp.thread_safe
-    def timed(params: Any, x: Tensor, y: Tensor) -> Tensor:
-        return loss(params, x, y)
-
-    step = fdp.value_and_grad(timed, devices=SLOTS)
-    for _ in range(6):
-        step(PARAMS, X, Y)
-    assert "they have taken " in fdp.explain(step, PARAMS, (X, Y)).executor
 
 
 def test_what_makes_numbers_differ():

@@ -25,7 +25,7 @@ slot   device   from:to   rows   bytes
    1   cuda:1       3:5      2    96 B
    2   cuda:2       5:7      2    96 B
 
-Runs: all shards alive at once: they meet in psum
+Runs: one shard after the other: executor='auto'; they wait for each other in psum
 
 Arguments
 leaf     tensor          how                 rows         bytes per slot      copies

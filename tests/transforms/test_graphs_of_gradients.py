@@ -53,8 +53,8 @@ def test_backward_of_gradients(orders: int, microbatches: int, executor: Any):
 def test_gradgradcheck_of_mapped_transforms(name: str, executor: Any):
     inputs = (W.clone().requires_grad_(), X[:3].clone().requires_grad_())
     apply = fdp.shard_map(INSIDE[name], devices=SLOTS, in_dims=(None, 0), executor=executor)
-    if (name, executor) == ("jvp", "threads"):
-        with pytest.raises(RuntimeError, match="^executor='threads': the function calls .*forward mode"):
+    if executor == "threads" and name == "jvp":
+        with pytest.raises(RuntimeError, match=r"executor='threads': the function calls .*forward mode"):
             apply(*inputs)
         return
     assert torch.autograd.gradcheck(apply, inputs)

@@ -306,12 +306,21 @@ def test_many_signatures_are_forgotten():
 @pytest.mark.parametrize(
     ("fn", "options", "said"),
     [
-        (linear, {}, "one shard after the other: the function is not known to be safe in threads"),
-        (fdp.thread_safe(functools.partial(linear)), {}, "side by side in threads"),
+        (linear, {}, "one shard after the other: executor='auto'"),
+        (functools.partial(linear), {"executor": "threads"}, "side by side in threads"),
         (linear, {"executor": "threads"}, "side by side in threads"),
         (linear, {"executor": "threads", "seed": 0}, "one shard after the other: they are seeded"),
         (linear, {"executor": "sequential"}, "one shard after the other: executor='sequential'"),
-        (lambda w, x: fdp.psum(x @ w), {}, "all shards alive at once: they meet in psum"),
+        (
+            lambda w, x: fdp.psum(x @ w),
+            {},
+            "one shard after the other: executor='auto'; they wait for each other in psum",
+        ),
+        (
+            lambda w, x: fdp.psum(x @ w),
+            {"executor": "threads"},
+            "side by side in threads; they wait for each other in psum",
+        ),
     ],
 )
 def test_says_how_shards_run_and_why(fn: Any, options: Any, said: str):

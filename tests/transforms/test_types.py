@@ -51,7 +51,6 @@ def wrong_arguments() -> None:
     fdp.value_and_grad(loss, device="cpu")  # pyright: ignore[reportCallIssue]
     fdp.value_and_grad(loss, SLOTS)  # pyright: ignore[reportCallIssue, reportArgumentType]
     fdp.shard_map(loss, in_dims=(None, 0, 0))(PARAMS, X)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    fdp.thread_safe(loss)(PARAMS, X)  # pyright: ignore[reportCallIssue]
 
 
 def test_batches_that_are_on_their_slots():
@@ -71,9 +70,6 @@ def test_functions_of_shards_keep_their_types():
     each = fdp.shard_map(torch.mul, devices=SLOTS, out_dims="list")(X, X)
     assert isinstance(each, list)
     assert out.shape == X.shape
-    marked = fdp.thread_safe(loss)
-    assert_type(marked(PARAMS, X, y=Y), Tensor)
-    assert_type(fdp.grad(marked)(PARAMS, X, Y), Params)
 
 
 def test_state_that_stays():

@@ -137,6 +137,16 @@ class Called(NamedTuple):
         kwargs = {argument.name: value for argument, value in named if argument.is_keyword}
         return self.func(*[value for argument, value in named if not argument.is_keyword], **kwargs)
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The tensors whose values it takes, and not their shapes alone."""
+        return [
+            a.value
+            for a in self.arguments
+            if isinstance(a.value, torch.Tensor)
+            and not self.name.endswith("_like")
+            and (not a.is_written or (a.name == "self" and self.name.startswith("rrelu")))
+        ]
+
     @property
     def generator(self) -> Any:
         return next((argument.value for argument in self.arguments if argument.name == "generator"), None)
@@ -179,6 +189,10 @@ class Called(NamedTuple):
 _DRAWS: dict[Any, bool] = {}  # of operations
 
 
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 def each_of(result: Any) -> Sequence[torch.Tensor]:
     return result if isinstance(result, tuple | list) else (result,)
 
@@ -191,6 +205,6 @@ def where_called() -> str:
     return "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
 
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) for path in (torch.__file__, os.path.dirname(__file__)))
+_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
 
 leave_alone(globals())

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fdp._execution.collate import collate
-from fdp._execution.loading import LoadedRows, RowLoader, Steps
 from fdp._placement.peers import Spread
 from fdp._placement.slot import fold_in
 from fdp._trees.listing import quoted
 from fdp._trees.registry import register_leaf
+from fdp.data.collate import collate
+from fdp.data.loading import LoadedRows, RowLoader, Steps
 
 
 @final
@@ -140,8 +140,8 @@ class Batches:
         process's rows together: it is the same for any workers and from any start, and another for another number of
         processes.
 
-        **Several rows at once.** `dataset.__getitems__` is called with all rows of this process as long as it draws
-        nothing. Once it has drawn, the batch is loaded anew, and it is called for each row by itself from then on.
+        Rows are taken one by one, by `dataset[row]`: what a `__getitems__` of all rows draws would depend on which rows
+        a process has, so it is not called.
 
         **Processes.** All make it with the same arguments, and have equally many batches. A process without rows at a
         step gets a batch of no rows. To find out what that looks like it loads a row of another process; a `collate_fn`
@@ -235,7 +235,7 @@ def _check_dataset(dataset: Any, n: int) -> None:
             f"Batches.loader: {kind} gives samples in an order of its own, and Batches says which row comes when. "
             "Pass a dataset with __len__ and __getitem__"
         )
-    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))):
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(f"Batches.loader: expected a dataset with __len__ and __getitem__, got {kind}")
     if len(dataset) != n:
         hint = ". Of tensors make a TensorDataset, or take x[batches[step]]" * isinstance(dataset, tuple | dict)

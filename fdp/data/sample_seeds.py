@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from fdp._execution.generators import put_states, states_of
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
-from fdp._placement.moves import bytes_of
 
 Result = TypeVar("Result")
 
@@ -35,23 +35,10 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)  # it takes 32 bits; a list of more takes ten times as long
 
 
-def positions() -> list[object]:
-    """Where they are: equal if nothing was drawn in between."""
-    found: list[object] = [bytes_of(torch.default_generator.get_state()), random.getstate()]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found += [name, keys.tobytes(), rest]
-    return found
-
-
 def _remembered() -> Callable[[], None]:
     """Puts back the states that are there now."""
-    torch_state, state, numpy = torch.default_generator.get_state(), random.getstate(), sys.modules.get("numpy")
-    restores: list[Callable[[], Any]] = [
-        partial(torch.default_generator.set_state, torch_state),
-        partial(random.setstate, state),
-    ]
+    own, state, numpy = [torch.default_generator], random.getstate(), sys.modules.get("numpy")
+    restores: list[Callable[[], Any]] = [partial(put_states, own, states_of(own)), partial(random.setstate, state)]
     if numpy is not None:
         restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
 

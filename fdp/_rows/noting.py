@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._execution.draws import Called, Numbered, each_of, where_called
-from fdp._execution.row_draws import AT_ONCE, DEPENDS, ONE_BY_ONE, Draw, Kind
-from fdp._execution.row_places import RowPlaces
 from fdp._placement.slot import Slot
+from fdp._rows.drawing import AT_ONCE, DEPENDS, ONE_BY_ONE, Draw, Kind
+from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
+from fdp._rows.order import RowOrder
 from fdp._trees import torch_private
-from fdp._trees.tree import tensors_in
 from fdp._trees.untraced import leave_alone
 
 _PRIMES = 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157
@@ -59,7 +58,7 @@ class Noting(Numbered):
     def __init__(self, notes: Notes, seed: int, slot: Slot) -> None:
         super().__init__(seed, slot)
         self._notes = notes
-        self._places = RowPlaces(notes.rows, notes.items, notes.problems)
+        self._order = RowOrder(notes.rows, notes.items, notes.problems)
 
     def draw(self, number: int, call: Called) -> Any:
         result = torch.empty_like(call.arguments[0].value) if call.name in _LIKE_THE_FIRST else call()
@@ -69,11 +68,13 @@ class Noting(Numbered):
                 f"on {self.slot.device}. Draw where the inputs are: torch.rand_like(x), or device=x.device"
             )
         at_once = call.name in AT_ONCE or call.name in ONE_BY_ONE
+        is_new = number not in self._notes.each
         count, shapes = len(each_of(result)), call.shapes(result)
         self._notes.each.setdefault(number, Noted(str(call.func), shapes, count, call.others, where_called(), at_once))
-        given = tensors_in([argument.value for argument in call.arguments])
-        for made in each_of(result):
-            self._places.drawn(number, given, made)
+        if torch_private.current_graph_task_id() == -1:
+            self._order.drawn(number, call, each_of(result))
+        elif is_new:  # and not of a checkpoint
+            self._order.drawn_in_backward(number)
         return result
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -82,8 +83,10 @@ class Noting(Numbered):
                 return func.decompose(*args, **kwargs)
         name = func.__name__.split(".")[0]
         result = torch.empty_like(args[0]) if name in _LIKE_THE_FIRST else func(*args, **kwargs)
-        if torch_private.current_graph_task_id() == -1:  # a backward goes the same ways back
-            self._places.made(func, args, kwargs, each_of(result))
+        if torch_private.current_graph_task_id() == -1:
+            self._order.made(func, args, kwargs, each_of(result))
+        else:  # goes the same ways back
+            self._order.made_in_backward(each_of(result))
         return result
 
     def number(self, name: str) -> int:
@@ -95,7 +98,7 @@ class Noting(Numbered):
 
 
 # Of tensors without data, what torch knows no shapes of: it is that of the first argument.
-_LIKE_THE_FIRST = frozenset(["binomial", "_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad"])
+_LIKE_THE_FIRST = names("binomial _sample_dirichlet _dirichlet_grad _standard_gamma_grad")
 
 
 def joined(first: Notes, second: Notes, where: str) -> tuple[Draw, ...]:

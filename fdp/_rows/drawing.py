@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fdp._execution.draws import Called, Numbered, each_of, where_called
 from fdp._placement.slot import Slot
+from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
 from fdp._trees.tree import tensors_of_new
 from fdp._trees.untraced import leave_alone
 
@@ -178,39 +178,13 @@ class RowDraws(Numbered):
 
 
 DEPENDS = "What a function draws must not depend on values, or on how many rows there are"
-ONE_BY_ONE = frozenset(
-    ["poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"]
-)
+ONE_BY_ONE = names("poisson binomial _standard_gamma _sample_dirichlet rrelu_with_noise rrelu_with_noise_")
 """How many numbers these take for an element depends on its value: each row has a seed of its own."""
 
-AT_ONCE = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "normal",
-        "uniform",
-        "bernoulli",
-        "exponential",
-        "log_normal",
-        "cauchy",
-        "geometric",
-        "random",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "random_",
-        "native_dropout",
-        "multinomial",
-        "normal_functional",
-    ]
+AT_ONCE = names(
+    "rand randn randint normal uniform bernoulli exponential log_normal cauchy geometric random rand_like randn_like "
+    "randint_like normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ native_dropout "
+    "multinomial normal_functional"
 )
 """These take the same for each element, whatever the values."""
 

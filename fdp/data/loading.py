@@ -15,17 +15,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import getitem
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fdp._execution.collate import Collate, collate_none
-from fdp._execution.sample_seeds import keeping_generators, positions, seed_generators
 from fdp._placement.slot import fold_in
 from fdp._trees.types import Tree
+from fdp.data.collate import Collate, collate_none
+from fdp.data.sample_seeds import keeping_generators, seed_generators
 
 Thread = tuple[int, int]
 
@@ -79,7 +78,6 @@ class LoadedRows(Dataset[Tree]):
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int) -> None:
         self.dataset = dataset
         self._collate, self._seed = collate_fn, seed
-        self._draws = False  # whether `__getitems__` has drawn
 
     def __getitem__(self, share: Share) -> Tree:
         process, thread = _this_thread()
@@ -94,38 +92,15 @@ class LoadedRows(Dataset[Tree]):
     def _batch(self, share: Share) -> Tree:
         seed = fold_in(self._seed, share.step)
         if not share.rows:
-            (sample,) = self._samples(share._replace(rows=[share.spare]), seed)
-            return collate_none(self._collate, sample)
-        samples = self._samples(share, seed)
+            return collate_none(self._collate, self._sample(share.step, share.spare, seed))
+        samples = [self._sample(share.step, row, seed) for row in share.rows]
         seed_generators(fold_in(fold_in(seed, -1), share.rows[0]))
         return self._collate(samples)
 
-    def _samples(self, share: Share, seed: int) -> list[Tree]:
-        several = getattr(self.dataset, "__getitems__", None)
-        if several is not None and not self._draws:
-            samples = self._at_once(several, share.rows, seed)
-            if samples is not None:
-                return samples
-            self._draws = True
-        one = partial(getitem, self.dataset) if several is None else lambda row: several([row])[0]
-        return [self._sample(share.step, row, seed, one) for row in share.rows]
-
-    def _at_once(self, several: Callable[[list[int]], Any], rows: list[int], seed: int) -> list[Tree] | None:
-        """The samples of all rows; None if something was drawn, since each row has a seed of its own."""
-        seed_generators(seed)
-        before = positions()
-        samples = list(several(list(rows)))
-        if positions() != before:
-            return None
-        if len(samples) != len(rows):
-            where = f"Batches.loader: {type(self.dataset).__name__}.__getitems__"
-            raise ValueError(f"{where} returned {len(samples)} samples for {len(rows)} rows")
-        return samples
-
-    def _sample(self, step: int, row: int, seed: int, load: Callable[[int], Tree]) -> Tree:
+    def _sample(self, step: int, row: int, seed: int) -> Tree:
         seed_generators(fold_in(seed, row))
         try:
-            return load(row)
+            return self.dataset[row]
         except Exception as error:
             error.add_note(f"in row {row} of step {step}")
             raise

@@ -1,4 +1,4 @@
-"""L13 and L12 from step to step: a mesh that knows its plan gives the numbers of one device, and names who fails."""
+"""L13 and L12 from step to step: a mesh gives the numbers of one device, and names who fails."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -370,7 +370,9 @@ def test_nothing_meets_in_the_backward(executor: Any):
 
 def test_side_by_side_the_state_of_the_generator_is_not_looked_at():
     call = fdp.shard_map(rerun(centred, preserve_rng_state=True), in_dims=(None, 0), devices=TWO, executor="threads")
-    with pytest.raises(RuntimeError, match=r"^executor='threads': the function calls torch\.get_rng_state.*preserve_rng"):
+    with pytest.raises(
+        RuntimeError, match=r"^executor='threads': the function calls torch\.get_rng_state.*preserve_rng"
+    ):
         call(W, X)
 
 

@@ -361,7 +361,7 @@ def test_a_thread_of_the_users_meets_nobody_of_the_call_around(executor: Any):
     def fn(x: Tensor) -> Tensor:
         return in_a_thread(lambda: inner(lambda x: x * fdp.psum(x.sum()))(x))
 
-    with pytest.raises(RuntimeError, match="^psum: this thread is none of fdp's"):
+    with pytest.raises(RuntimeError, match=r"^psum: this thread is none of fdp's"):
         limited(lambda: outer(fn, executor=executor)(X))
 
 

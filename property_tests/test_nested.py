@@ -22,11 +22,14 @@ def cases(draw: st.DrawFn) -> Case:
         return tuple(sorted(draw(st.sets(st.integers(0, most), min_size=least))))
 
     kinds = [draw(st.sampled_from(MAPS)) for _ in range(levels - 1)]
+    used, executors = some(1, levels - 1), [draw(st.sampled_from(EXECUTORS)) for _ in range(levels)]
+    if 0 in used:  # beside others a collective of an axis further out is refused
+        executors[0] = "auto"
     return Case(
         (*kinds, draw(st.sampled_from(MAPS + GRADIENTS))),
-        some(1, levels - 1),
+        used,
         some(0, levels - 2),
-        tuple(draw(st.sampled_from(EXECUTORS)) for _ in range(levels)),
+        tuple(executors),
         tuple(draw(st.integers(1, 3)) for _ in range(levels)),
     )
 

@@ -19,7 +19,7 @@ from fdp._trees.tree import map_tensors
 from fdp._trees.types import Tree
 
 
-class _Kept(NamedTuple):
+class _Returned(NamedTuple):
     where: str
     result: Tree
     states: list[torch.Tensor]
@@ -31,8 +31,8 @@ class _Log:
 
     def __init__(self, around: "_Log | None") -> None:
         self.around, self._axes = around, len(AXES.get())
-        self.kept: list[_Kept] = []
-        self.reading: Iterator[_Kept] | None = None
+        self.kept: list[_Returned] = []
+        self.reading: Iterator[_Returned] | None = None
 
     def check(self, where: str) -> None:
         """Slots that take turns inside of the block save tensors in turn; torch knows them by their order."""
@@ -60,7 +60,7 @@ def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree
     generators = [] if BESIDE.get() else generators_of(device)
     if log is None or log.reading is None:
         result = call()
-        kept = _Kept(where, _detached(result), states_of(generators))
+        kept = _Returned(where, _detached(result), states_of(generators))
     else:
         found = next(log.reading, None)
         if found is None or found.where != where:

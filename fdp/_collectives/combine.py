@@ -11,6 +11,7 @@ from fdp._collectives.operations import Operation
 from fdp._collectives.packing import Layout, layout_of
 from fdp._execution.run import Run
 from fdp._placement.moves import copy
+from fdp._trees import torch_private
 
 Grad = Tensor | None
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -69,7 +70,7 @@ def _dealt(
     for leaf, made in enumerate(run.peers.combine(operation, moved, key, say)):
         seen = {id(x) for x in columns[leaf]}
         for result, x, device in zip(results, made, devices, strict=True):
-            result.append(copy(x, device, names, leaf, always=id(x) in seen))
+            result.append(_sent(x, device, names, leaf, always=id(x) in seen))
             seen.add(id(x))
     return results if layout is None else [layout.unpacked(each) for each in results]
 
@@ -91,7 +92,37 @@ class _Moved(Sequence[Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, index: Any) -> Any:
-        return copy(self._tensors[index], self._device, self._names, self._leaf)
+        return _sent(self._tensors[index], self._device, self._names, self._leaf)
+
+
+def _sent(x: Tensor, device: torch.device, names: "_Leaves", leaf: int, *, always: bool = False) -> Tensor:
+    """`copy`, of which the gradient is one too, and in the log of `transfers`."""
+    if x.device == device or not (x.requires_grad or torch_private.is_transformed()):
+        return copy(x, device, names, leaf, always=always)
+    return _Sent.apply(x, device, names, leaf)
+
+
+class _Sent(torch.autograd.Function):
+    """A tensor on another device."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, device: torch.device, names: "_Leaves", leaf: int) -> Tensor:
+        return copy(x, device, names, leaf)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.to, ctx.names, ctx.leaf = inputs
+        ctx.device = x.device
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _sent(grads[0], ctx.device, ctx.names, ctx.leaf), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].to(ctx.to)
 
 
 class _Leaves(NamedTuple):

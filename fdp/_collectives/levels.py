@@ -91,6 +91,8 @@ def _named(operation: Operation) -> Operation:
 class _Linear(torch_private.SingleLevelFunction):
     """A collective at one level of `torch.func.grad`."""
 
+    apply: Any
+
     @staticmethod
     def forward(place: Place, level: Any, reached: list[bool], *tensors: Tensor) -> Any:
         number = level.level()

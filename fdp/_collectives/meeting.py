@@ -144,6 +144,7 @@ def meet(axis: Axis, brought: Brought, combine: Callable[[list[Brought]], list[A
             raise error
         finally:
             del error, meeting, here  # no cycle
+    assert meeting.results is not None
     return meeting.results[index]
 
 

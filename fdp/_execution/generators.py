@@ -5,6 +5,7 @@ import gc
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
 def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     """Inverse of `states_of`, in one call of C: an interrupt comes before all of it or after."""
     with torch_private.outside_transforms():
-        deque(map(operator.call, [generator.set_state for generator in generators], states), 0)
+        put: Any = operator.call
+        deque(map(put, [generator.set_state for generator in generators], states), 0)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

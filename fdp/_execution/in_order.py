@@ -70,13 +70,13 @@ class InOrder(Run):
 
     def _wait(self) -> None:
         """Until the slots in threads have ended."""
-        while (strand := HERE.strand) is not None and self._is_under_way(strand):
-            strand.wait(lambda: not self._is_under_way(strand), hears=self.interrupt is None)
+        while (strand := HERE.strand) is not None and not self._is_over(strand):
+            strand.wait(partial(self._is_over, strand), hears=self.interrupt is None)
             if strand.is_stopped():  # by an interrupt of a call around this one
                 self.stop(Stop())
 
-    def _is_under_way(self, caller: Strand) -> bool:
-        return any(strand.run is self and not strand.has_ended for strand in caller.tree.strands)
+    def _is_over(self, caller: Strand) -> bool:
+        return not any(strand.run is self and not strand.has_ended for strand in caller.tree.strands)
 
     def _end(self) -> bool:
         """Forget the strands; whether there were some."""

@@ -13,7 +13,7 @@ from fdp._placement.slot import Slot, fold_in
 from fdp._trees.types import Randomness
 
 
-class Draws(Protocol):
+class SlotDraws(Protocol):
     """What knows the draws of a whole batch; `ended` checks what a shard has returned."""
 
     def mode(self, seed: int, slot: Slot) -> contextlib.AbstractContextManager[Any]:
@@ -26,7 +26,7 @@ class Seed(NamedTuple):
 
     number: int
     randomness: Randomness = "different"
-    draws: Draws | None = None
+    draws: SlotDraws | None = None
 
     def of(self, slot: Slot) -> int:
         """What a shard begins with. The first microbatch draws as the whole shard would."""

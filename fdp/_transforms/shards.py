@@ -45,7 +45,8 @@ class ShardGradients(NamedTuple):
         """Let `take` have what comes of each, in order: the first microbatches of all slots, then the second ones."""
         is_inside = not torch.compiler.is_compiling() and len(AXES.get()) > 0
         differentiate = self._transformed if is_inside or needs_transform(given) else self._by_autograd
-        attached = is_tracking() and self.create_graph is not False and True in map(_requires_grad, given)
+        is_attached = not torch.compiler.is_compiling() and True in map(_requires_grad, given)
+        attached = is_attached and is_tracking() and self.create_graph is not False
         rounds = _rounds(self.partition.slots)
         for batch in rounds:
             mode = self.mode._replace(lacks_slots=len(batch) < len(rounds[0]))

@@ -47,9 +47,9 @@ class DataParallel(nn.Module, Generic[M]):
     A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
     contents tell; the copies go with the first call that needs gradients, or with the wrapper.
 
-    What forward puts into lists, dicts and sets of the module is there after the call; attributes that it sets are
-    lost. Objects of other classes that the module holds are shared: pass no `executor="threads"` if forward writes to
-    them.
+    What forward puts into lists, dicts and sets of the module is there after the call, and an error under
+    `executor="threads"`; attributes that it sets are lost. Objects of other classes that the module holds are shared:
+    ask for no threads if forward writes to them.
 
     Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
     vary between runs.

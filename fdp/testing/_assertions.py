@@ -7,7 +7,7 @@ import torch
 from fdp._placement.devices import as_devices, virtual_devices
 from fdp._transforms.arguments import check_function
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
-from fdp.testing._case import WHERE, Case, Loss, Run, Way
+from fdp.testing._case import WHERE, Case, CheckedRun, Loss, Way
 from fdp.testing._check import check, check_unwritten
 from fdp.testing._compare import Tolerance
 from fdp.testing._sample import Sample
@@ -111,7 +111,7 @@ def assert_data_parallel(
         check(case, ways)
 
 
-def _is_loss(run: Run, fn: Function, out_dims: Dims | Auto) -> bool:
+def _is_loss(run: CheckedRun, fn: Function, out_dims: Dims | Auto) -> bool:
     out = run.results[0][1]
     joined = out_dims is not AUTO or getattr(fn, "out_dims", AUTO) is not AUTO
     return not joined and isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point()

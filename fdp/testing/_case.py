@@ -2,6 +2,7 @@
 
 import contextvars
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Way(NamedTuple):
         return f"on {where}, executor {self.executor!r}"
 
 
-class Run(NamedTuple):
+class CheckedRun(NamedTuple):
     """One run: its fresh arguments, its named results with the dims they are joined by, gradients if it made any."""
 
     arguments: Arguments
@@ -62,17 +63,17 @@ class Case(NamedTuple):
     tolerance: Tolerance
     weights: Sequence[float] | None
 
-    def whole(self, places: Sequence[Place]) -> Run:
+    def whole(self, places: Sequence[Place]) -> CheckedRun:
         """One call on the whole batch."""
         arguments = self.sample.fresh(places)
         context = contextvars.copy_context()
         slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
-        context.run(AXES.set, (Axis(slot, None, []),))  # collectives see one slot
+        context.run(AXES.set, (Axis(slot, None, threading.get_ident()),))  # collectives see one slot
         shard = Shard((arguments.params, *arguments.inputs), arguments.kwargs)
         out = context.run(call_shard, self.fn, shard)
-        return Run(arguments, self._named(out))
+        return CheckedRun(arguments, self._named(out))
 
-    def split(self, way: Way) -> Run:
+    def split(self, way: Way) -> CheckedRun:
         """A call on slots."""
         devices, executor = way
         weights = None if self.weights is None else self.weights[: len(devices)]
@@ -90,7 +91,7 @@ class Case(NamedTuple):
                 weights=weights,
                 executor=executor,
             )
-            return Run(arguments, self._named(out))
+            return CheckedRun(arguments, self._named(out))
         step = value_and_grad(
             self.fn,
             devices=devices,
@@ -101,7 +102,7 @@ class Case(NamedTuple):
             **vars(self.loss),
         )
         out, grads = step(arguments.params, *arguments.inputs, **arguments.kwargs)
-        return Run(arguments, self._named(out), grads)
+        return CheckedRun(arguments, self._named(out), grads)
 
     def differentiable(self) -> list[Place]:
         """The places that the function can be differentiated in: tried one by one if it cannot in all."""
@@ -120,11 +121,11 @@ class Case(NamedTuple):
             return False
         return True
 
-    def values(self, whole: Run, run: Run, *, bitwise: bool) -> Difference | None:
+    def values(self, whole: CheckedRun, run: CheckedRun, *, bitwise: bool) -> Difference | None:
         """Where the values of a run differ from those of one device."""
         return first_of(self.pairs(whole, run), self.tolerance, None, bitwise=bitwise)
 
-    def gradients(self, whole: Run, run: Run) -> Difference | None:
+    def gradients(self, whole: CheckedRun, run: CheckedRun) -> Difference | None:
         """Where the gradients of a run differ, which has the values of one device."""
         leaves = [leaf for leaf in self.pairs(whole, run) if self._is_differentiated(leaf)]
         want, got = [leaf.want for leaf in leaves], [leaf.got for leaf in leaves]
@@ -147,7 +148,7 @@ class Case(NamedTuple):
                 return found
         return None
 
-    def pairs(self, whole: Run, run: Run) -> list[Leaf]:
+    def pairs(self, whole: CheckedRun, run: CheckedRun) -> list[Leaf]:
         sides = zip(whole.results, run.results, strict=True)
         return [leaf for (name, a, dims), (_, b, _) in sides for leaf in leaves_of(name, a, dims, b, WHERE)]
 
@@ -162,7 +163,7 @@ class Case(NamedTuple):
     def _is_differentiated(self, leaf: Leaf) -> bool:
         return requires_grad(leaf.want) if self.loss is None else leaf.path == "loss"
 
-    def leaves(self, run: Run) -> list[torch.Tensor]:
+    def leaves(self, run: CheckedRun) -> list[torch.Tensor]:
         """The tensors of a run that gradients are taken in."""
         return [run.arguments.leaves[i][k] for i, k in self.places]
 

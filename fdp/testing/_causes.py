@@ -6,7 +6,7 @@ import torch
 
 from fdp._placement.join import mean
 from fdp._placement.partition import balanced
-from fdp.testing._case import Case, Loss, Run, Way, derivatives
+from fdp.testing._case import Case, CheckedRun, Loss, Way, derivatives
 from fdp.testing._compare import Difference, Leaf, first_of, wide
 
 _MEET = (
@@ -16,7 +16,7 @@ _MEET = (
 _GRADIENTS = ("grads", "second-order grads")  # what their paths begin with
 
 
-def cause_of(case: Case, whole: Run, found: Difference, way: Way) -> str:
+def cause_of(case: Case, whole: CheckedRun, found: Difference, way: Way) -> str:
     """What to say of a difference: its cause if one of the usual ones fits, else where to look."""
     with contextlib.suppress(Exception):  # the function is called in ways that it was never meant for
         if len(way.devices) > 1 and (text := _usual(case, whole, found.leaf, way)):
@@ -30,7 +30,7 @@ def cause_of(case: Case, whole: Run, found: Difference, way: Way) -> str:
     )
 
 
-def agrees_in_sequence(case: Case, whole: Run, way: Way) -> str | None:
+def agrees_in_sequence(case: Case, whole: CheckedRun, way: Way) -> str | None:
     """What is usual if the same shards agree one after the other."""
     with contextlib.suppress(Exception):
         run = None if way.executor == "sequential" else case.split(way._replace(executor="sequential"))
@@ -40,7 +40,7 @@ def agrees_in_sequence(case: Case, whole: Run, way: Way) -> str | None:
     return None
 
 
-def _usual(case: Case, whole: Run, leaf: Leaf, way: Way) -> str | None:
+def _usual(case: Case, whole: CheckedRun, leaf: Leaf, way: Way) -> str | None:
     text = agrees_in_sequence(case, whole, way)
     if text or leaf.path.startswith(_GRADIENTS):
         return text

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from fdp._trees.listing import listed
-from fdp.testing._case import WHERE, Case, Run, Way
+from fdp.testing._case import WHERE, Case, CheckedRun, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of
 from fdp.testing._compare import Difference, StructureError
 from fdp.testing._sample import Arguments
@@ -34,7 +34,7 @@ def check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
         )
 
 
-def _check_repeats(case: Case, whole: Run) -> bool:
+def _check_repeats(case: Case, whole: CheckedRun) -> bool:
     """Raise if a second call gives other results; whether they are the same bits."""
     again = case.whole(case.places)
     try:
@@ -53,7 +53,7 @@ def _check_repeats(case: Case, whole: Run) -> bool:
 
 
 @contextlib.contextmanager
-def _told(case: Case, whole: Run, way: Way) -> Iterator[None]:
+def _told(case: Case, whole: CheckedRun, way: Way) -> Iterator[None]:
     """Turn what is raised on several slots only into an AssertionError."""
     try:
         yield
@@ -78,7 +78,7 @@ def _told(case: Case, whole: Run, way: Way) -> Iterator[None]:
         ) from error
 
 
-def _fail(case: Case, whole: Run, found: Difference, way: Way) -> NoReturn:
+def _fail(case: Case, whole: CheckedRun, found: Difference, way: Way) -> NoReturn:
     others = f"; {len(found.others)} more too, from {found.others[0]} on" if found.others else ""
     raise AssertionError(
         f"{WHERE}: {found.leaf.path} differs {way}, from one call with all {case.sample.rows} rows: it {found.text}"

@@ -150,14 +150,14 @@ def test_a_collective_that_only_a_later_microbatch_calls():
         return fdp.psum(value) if x[0, 0].item() % 2 else value
 
     x = torch.arange(4.0).reshape(4, 1).to(DEVICES[0])  # the pieces of a slot begin with an even and an odd number
-    with pytest.raises(RuntimeError, match="psum is called in some microbatches and not in the first"):
-        fdp.grad(loss, devices=DEVICES[:2], microbatches=2)(torch.ones((), device=DEVICES[0]), x)
+    grads = fdp.grad(loss, devices=DEVICES[:2], microbatches=2)(torch.ones((), device=DEVICES[0]), x)
+    torch.testing.assert_close(on_cpu(grads), torch.tensor((0 + 2 + 2 * (1 + 3)) / 4))  # a sum is of both slots' losses
 
 
 @each_executor
 @pytest.mark.parametrize("axes", [("data",), ("inner",), ("data", "inner")], ids="-".join)
 def test_gradients_inside_through_collectives_of_each_axis(axes: tuple[str, ...], executor: Any):
-    """There all losses of a call have one backward, until it turns out that they meet."""
+    """Beside others what slots of the inner call meet in may not be of the outer one."""
     w, x = torch.tensor(0.7, dtype=torch.float64), numbers(8)
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -170,6 +170,10 @@ def test_gradients_inside_through_collectives_of_each_axis(axes: tuple[str, ...]
         grads = fdp.grad(loss, devices=[DEVICES[1]] * 2, axis_name="inner", executor=executor)
         return grads(w.to(DEVICES[1]), x.to(DEVICES[1]))
 
+    if executor == "threads" and "data" in axes:
+        with pytest.raises(RuntimeError, match=r"pmean: executor='threads': .*further out"):
+            fdp.dp_apply(fn, w, x, [DEVICES[1]] * 2, out_dims="list", executor=executor)
+        return
     found = fdp.dp_apply(fn, w, x, [DEVICES[1]] * 2, out_dims="list", executor=executor)
     own = w.expand(2, 1).clone().requires_grad_()
     value = (own[..., None] * x.reshape(2, 2, 2)).mean(2)

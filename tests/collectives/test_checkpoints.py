@@ -379,7 +379,7 @@ def test_side_by_side_the_state_of_the_generator_is_not_looked_at():
 @each_executor
 def test_the_reentrant_kind_says_so(executor: Any):
     def fn(w: Tensor, x: Tensor) -> Tensor:
-        return checkpoint(centred, w, x, use_reentrant=True, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
+        return checkpoint(centred, w, x, use_reentrant=True, preserve_rng_state=False)
 
     out = fdp.dp_apply(fn, W.clone().requires_grad_(), X, TWO, executor=executor)
     with pytest.raises(RuntimeError, match=r"^p\w+: this code runs in a backward.*use_reentrant=False"):

@@ -111,10 +111,11 @@ def test_a_finally_around_a_collective_runs_once(name: str, executor: Any):
     totals: list[float] = []
 
     def fn(w: Tensor, x: Tensor) -> Tensor:
+        total = torch.zeros(())
         try:
             total = fdp.psum(w * x.sum())
         finally:
-            totals.append(total.item())  # pyright: ignore[reportPossiblyUnboundVariable]
+            totals.append(total.item())
         return w * total * x
 
     w, x = torch.full((), 2.0, dtype=torch.float64), torch.arange(3.0, dtype=torch.float64)

@@ -48,7 +48,8 @@ def assert_like_one_device(
     if in_place:
         with pytest.raises(RuntimeError, match=IN_PLACE):
             DataParallel(module, ["cpu"] * slots, executor="threads", **options)(*inputs)
-    for executor in ("sequential", "auto", *["threads"] * (not in_place)):
+    executors: list[Any] = ["sequential", "auto", *["threads"] * (not in_place)]
+    for executor in executors:
         shim = DataParallel(module, ["cpu"] * slots, executor=executor, **options)
         with many_cores():
             for _ in range(2):

@@ -48,7 +48,8 @@ def inside(axis: Axis) -> tuple[int, ...]:
 
 def check_can_meet(axis: Axis, where: str) -> None:
     """This code can wait for the other slots here."""
-    run, innermost = axis.run, AXES.get()[-1]
+    run, axes = axis.run, AXES.get()
+    further_in = axes[axes.index(axis) + 1 :]
     check_process(run.process, where)
     if run.is_over:
         raise RuntimeError(f"{where}: the call over axis {axis.slot.axis_name!r} has ended")
@@ -57,7 +58,8 @@ def check_can_meet(axis: Axis, where: str) -> None:
             f"{where}: {run.count} of {axis.slot.count} slots have rows in this microbatch, and no others will come. "
             "Choose microbatches so that each slot has a row in each"
         )
-    if innermost.thread != threading.get_ident():
+    callers = [*(other.run.caller for other in further_in), threading.get_ident()]
+    if callers != [axis.thread, *(other.thread for other in further_in)]:
         raise RuntimeError(f"{where}: this thread is none of fdp's; call collectives where the function runs")
     if IN_PLACE.get():
         raise RuntimeError(
@@ -69,7 +71,7 @@ def check_can_meet(axis: Axis, where: str) -> None:
             f"{where}: inside forward-mode differentiation (jvp, jacfwd, hessian) in a mapped function is not "
             "supported: its state is one for all threads. Differentiate outside, or by vjp, jacrev"
         )
-    if run.is_beside and any(other.run.count > 1 for other in AXES.get()[AXES.get().index(axis) + 1 :]):
+    if run.is_beside and any(other.run.count > 1 for other in further_in):
         raise RuntimeError(
             f"{where}: executor='threads': a collective over axis {axis.slot.axis_name!r}, which is further out. Pass "
             "executor='sequential' there"

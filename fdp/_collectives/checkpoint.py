@@ -27,10 +27,10 @@ class _Returned(NamedTuple):
 
 @final
 class _Log:
-    """What collectives returned in a block: written in the forward, read each time that it is recomputed."""
+    """What collectives returned in a block, and in those in it: written in the forward, read when it is recomputed."""
 
-    def __init__(self) -> None:
-        self._axes = len(AXES.get())
+    def __init__(self, around: "_Log | None") -> None:
+        self.around, self._axes = around, len(AXES.get())
         self.kept: list[_Returned] = []
         self.reading: Iterator[_Returned] | None = None
 
@@ -48,24 +48,36 @@ _LOG: contextvars.ContextVar[_Log | None] = contextvars.ContextVar("fdp_log", de
 
 def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree:
     """What a collective returns, or what it returned in the forward."""
-    log = _LOG.get()
+    log, writing = _LOG.get(), list[_Log]()
     if log is None:
         return call()
+    while log is not None:
+        log.check(where)
+        if log.reading is not None:
+            break
+        writing.append(log)
+        log = log.around
     generators = [] if BESIDE.get() else generators_of(device)
-    log.check(where)
-    if log.reading is None:
+    if log is None or log.reading is None:
         result = call()
-        kept = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), result)
-        log.kept.append(_Returned(where, kept, states_of(generators)))
-        return result
-    kept = next(log.reading, None)
-    if kept is None or kept.where != where:
-        raise RuntimeError(
-            f"{where}: a block under activation checkpointing calls other collectives when it is computed again. It "
-            "must do the same each time"
-        )
-    put_states(generators, kept.states)
-    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), kept.result)
+        kept = _Returned(where, _detached(result), states_of(generators))
+    else:
+        found = next(log.reading, None)
+        if found is None or found.where != where:
+            raise RuntimeError(
+                f"{where}: a block under activation checkpointing calls other collectives when it is computed again. "
+                "It must do the same each time"
+            )
+        kept = found
+        put_states(generators, kept.states)
+        result = _detached(kept.result)
+    for each in writing:
+        each.kept.append(kept)
+    return result
+
+
+def _detached(tree: Tree) -> Tree:
+    return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), tree)
 
 
 def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -91,7 +103,7 @@ def checkpoint_context() -> tuple[contextlib.AbstractContextManager[None], conte
         RuntimeError: In the backward, if the block calls other collectives than before; at once, if it makes a call of
             its own whose slots meet.
     """
-    log = _Log()
+    log = _Log(_LOG.get())
     return _writing(log), _Reading(log, AXES.get())
 
 
@@ -120,6 +132,7 @@ class _Reading(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         put_states(self._generators, self._states)
+        self._log.reading = None
         log, axes = self._tokens
         _LOG.reset(log)
         AXES.reset(axes)

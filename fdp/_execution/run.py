@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Run:
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         self.tasks, self.slots, self.peers = tasks, slots, peers
         self.count, self.first = len(slots), slots[0].index
-        self.process = os.getpid()
+        self.process, self.caller = os.getpid(), threading.get_ident()
         self.depth, self.level = torch_private.depth(), torch_private.forward_level()
         self.has_met, self.is_over, self.lacks_slots = False, False, False
         self.interrupt: BaseException | None = None

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from tests.common.functions import anew
-from tests.common.threads import within
+from tests.common.threads import many_cores, within
 
 LIMIT = 30.0
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
@@ -90,7 +89,7 @@ def build(case: Case) -> Mapped:
             h = h + fdp.psum(h.sum(), f"axis {axis}") * 0.1 * h
         return torch.tanh(h)
 
-    fn: Mapped = anew(leaf)
+    fn: Mapped = leaf
     for axis in reversed(range(len(case.kinds))):
         options = {"executor": case.executors[axis], "axis_name": f"axis {axis}"}
         fn = mapped(case.kinds[axis], fn, fdp.virtual_devices(case.counts[axis]), options)
@@ -100,7 +99,7 @@ def build(case: Case) -> Mapped:
                 y = inside(w, x)
                 return y + fdp.pmean(y.sum(), f"axis {axis}") if axis in case.between else y
 
-            fn = anew(around)
+            fn = around
     return fn
 
 
@@ -122,6 +121,11 @@ def expected(case: Case, w: Tensor, x: Tensor) -> Tensor:
     return y.reshape(-1)
 
 
+def is_refused(case: Case) -> bool:
+    """Whether slots of a call inside meet over an axis whose slots are side by side."""
+    return case.executors[0] == "threads" and 0 in case.used
+
+
 def cases(levels: int, count: int) -> list[Case]:
     """Every kind of call, then some of the combinations."""
     chosen = random.Random(levels)
@@ -131,8 +135,6 @@ def cases(levels: int, count: int) -> list[Case]:
         used = tuple(sorted(chosen.sample(range(levels), chosen.randint(1, levels))))
         between = tuple(i for i in range(levels - 1) if chosen.random() < 0.4)
         executors = tuple(chosen.choice(("sequential", "threads", "auto")) for _ in range(levels))
-        if used[0] == 0:  # further out than the innermost slots, which beside others is refused
-            executors = ("auto", *executors[1:])
         found.append(Case(some, used, between, executors, tuple(chosen.choice((2, 3)) for _ in range(levels))))
     return found
 
@@ -148,13 +150,53 @@ def test_a_collective_belongs_to_its_own_axis(case: Case):
         return (y.detach(), *torch.autograd.grad(y.sin().sum(), (w, x)))
 
     fn = build(case)
+    if is_refused(case):
+        with pytest.raises(RuntimeError, match=r"psum: executor='threads': a collective over axis 'axis 0', which is"):
+            limited(lambda: results(fn))
+        return
     want = results(functools.partial(expected, case))
-    torch.testing.assert_close(limited(lambda: results(fn)), want)
+    for _ in range(2):
+        torch.testing.assert_close(limited(lambda: results(fn)), want)
+
+
+@each_executor
+def test_slots_of_calls_inside_meet_where_others_have_not_begun(executor: Any):
+    """Slots of a call further out, of which some have begun a call inside, and some have not."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x + fdp.psum(x.sum(), "middle") + fdp.psum(x.sum(), "inner")
+
+    def fn(x: Tensor) -> Tensor:
+        fdp.psum(0)
+        found = fdp.shard_map(inner(leaf), devices=TWO, axis_name="middle")(x)
+        fdp.psum(0)
+        return found
+
+    found = limited(lambda: fdp.shard_map(fn, devices=TWO, executor=executor)(X[:8]))
+    x = X[:8].reshape(2, 2, 2, 1)
+    torch.testing.assert_close(found, (x + x.sum((1, 3), keepdim=True) + x.sum((2, 3), keepdim=True)).reshape(-1))
+
+
+@each_executor
+def test_a_function_that_catches_everything_around_a_call_inside(executor: Any):
+    """Of how slots wait there is nothing to catch."""
+
+    def fn(x: Tensor) -> Tensor:
+        try:
+            return inner(lambda x: x + fdp.psum(x.sum(), "inner"))(x) * fdp.psum(1)
+        except BaseException:
+            return -x
+
+    sums = X.reshape(3, 4).sum(1, keepdim=True)
+    found = limited(lambda: outer(fn, executor=executor)(X))
+    torch.testing.assert_close(found, 3 * (X.reshape(3, 4) + sums).reshape(-1))
 
 
 # ---------------------------------------------------------------- what only one thread may have
 
 
+REFUSED = "^executor='threads': the function calls "
+OUTER = r"psum: executor='threads': a collective over axis 'data', which is further out"
 STATES: dict[str, Callable[[Tensor], Tensor]] = {
     "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     "get_rng_state": lambda x: (torch.get_rng_state(), x.sin())[1],
@@ -162,8 +204,9 @@ STATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@each_executor
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_of_generators_between_collectives_inside(name: str):
+def test_a_state_of_generators_between_collectives_inside(name: str, executor: Any):
     def leaf(x: Tensor) -> Tensor:
         x = STATES[name](x * fdp.psum(x.sum(), "inner"))
         return x * fdp.psum(x.sum(), "inner") + fdp.psum(x.sum())
@@ -172,8 +215,12 @@ def test_a_state_of_generators_between_collectives_inside(name: str):
         return inner(leaf)(x)
 
     x = X.clone().requires_grad_()
+    if executor == "threads":
+        with pytest.raises(RuntimeError, match=REFUSED):
+            limited(lambda: outer(fn, executor=executor)(x))
+        return
     with torch.random.fork_rng():
-        found = limited(lambda: outer(fn)(x))
+        found = limited(lambda: outer(fn, executor=executor)(x))
         (grad,) = limited(lambda: torch.autograd.grad(found.sin().sum(), x))
     parts = x.reshape(3, 2, 2)
     h = (parts * parts.sum(2, keepdim=True).sum(1, keepdim=True)).sin()
@@ -203,30 +250,38 @@ def test_a_seed_outside_is_that_of_the_draws_inside(name: str, meets: bool, exec
     def fn(x: Tensor) -> Tensor:
         return DRAWS[name](x) + (0 * fdp.psum(x.sum()) if meets else 0)
 
-    call, before = outer(anew(fn), executor=executor, seed=0), torch.get_rng_state()
+    call, before = outer(fn, executor=executor, seed=0), torch.get_rng_state()
     first, second = limited(lambda: (call(X), call(X)))
     assert torch.equal(first, second)
     assert len(first.unique()) >= 4
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@each_executor
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("meets", [True, False])
-def test_forward_mode_around_a_call_inside(meets: bool, seed: int | None):
+def test_forward_mode_around_a_call_inside(meets: bool, seed: int | None, executor: Any):
     def fn(x: Tensor) -> Tensor:
         found = torch.func.jvp(inner(scaled, seed=seed), (x,), (torch.ones_like(x),))[1]
         return found + (0 * fdp.psum(x.sum()) if meets else 0)
 
+    if executor == "threads":
+        with pytest.raises(RuntimeError, match=REFUSED):
+            limited(lambda: outer(fn, executor=executor)(X))
+        return
     sums = X.reshape(3, 4).sum(1, keepdim=True)
-    torch.testing.assert_close(limited(lambda: outer(fn)(X)), (sums + 4 * X.reshape(3, 4)).reshape(-1))
+    found = limited(lambda: outer(fn, executor=executor)(X))
+    torch.testing.assert_close(found, (sums + 4 * X.reshape(3, 4)).reshape(-1))
 
 
-def test_a_collective_of_the_outer_axis_in_forward_mode_around_a_call_inside():
+@each_executor
+def test_a_collective_of_the_outer_axis_in_forward_mode_around_a_call_inside(executor: Any):
     def fn(x: Tensor) -> Tensor:
         return torch.func.jvp(inner(lambda x: x * fdp.psum(x.sum())), (x,), (torch.ones_like(x),))[1]
 
-    with pytest.raises(RuntimeError, match="psum: inside forward-mode differentiation"):
-        limited(lambda: outer(fn)(X))
+    match = REFUSED if executor == "threads" else "psum: inside forward-mode differentiation"
+    with pytest.raises(RuntimeError, match=match):
+        limited(lambda: outer(fn, executor=executor)(X))
 
 
 class Hooked(nn.Module):
@@ -244,41 +299,70 @@ class Hooked(nn.Module):
         return self.between(x * self.factor)
 
 
+@each_executor
 @pytest.mark.parametrize("meets", [True, False])
-def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool):
+def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool, executor: Any):
     module = Hooked(STATES["get_rng_state"])
 
     def fn(x: Tensor) -> Tensor:
         y = fdp.functional_call(module, dict(module.named_parameters()), x)
         return y + (0 * fdp.psum(x.sum()) if meets else 0)
 
-    torch.testing.assert_close(limited(lambda: outer(fn)(X)), (2 * X).sin())
+    if executor == "threads":
+        with pytest.raises(RuntimeError, match=REFUSED):
+            limited(lambda: outer(fn, executor=executor)(X))
+        return
+    torch.testing.assert_close(limited(lambda: outer(fn, executor=executor)(X)), (2 * X).sin())
 
 
+@each_executor
 @pytest.mark.parametrize("seed", [None, 0])
-def test_a_call_with_collectives_in_a_module_that_is_called_in_place(seed: int | None):
+def test_a_call_in_a_module_that_is_called_in_place(seed: int | None, executor: Any):
     module = Hooked(inner(scaled))
 
     def fn(x: Tensor) -> Tensor:
         return fdp.functional_call(module, dict(module.named_parameters()), x)
 
-    with pytest.raises(RuntimeError, match="psum: in a module that is called in place"):
-        limited(lambda: outer(fn, seed=seed)(X))
+    match = REFUSED if executor == "threads" and seed is None else "psum: in a module that is called in place"
+    with pytest.raises(RuntimeError, match=match):
+        limited(lambda: outer(fn, executor=executor, seed=seed)(X))
+
+
+def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+    thread.start()
+    thread.join()
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 @each_executor
 def test_a_thread_of_the_users_calls_inside(executor: Any):
     def fn(x: Tensor) -> Tensor:
-        found: list[Any] = []
-        work = functools.partial(lambda: found.append(inner(scaled)(x)))
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
-        thread.start()
-        thread.join()
-        fdp.psum(x.sum())
-        return found[0]
+        y = in_a_thread(lambda: inner(scaled)(x))
+        return y + 0 * fdp.psum(y.sum())
 
     sums = X.reshape(3, 4).sum(1, keepdim=True)
-    torch.testing.assert_close(limited(lambda: outer(fn, executor=executor)(X)), (X.reshape(3, 4) * sums).reshape(-1))
+    found = limited(lambda: outer(fn, executor=executor)(X))
+    torch.testing.assert_close(found, (X.reshape(3, 4) * sums).reshape(-1))
+
+
+@each_executor
+def test_a_thread_of_the_users_meets_nobody_of_the_call_around(executor: Any):
+    def fn(x: Tensor) -> Tensor:
+        return in_a_thread(lambda: inner(lambda x: x * fdp.psum(x.sum()))(x))
+
+    with pytest.raises(RuntimeError, match=r"^psum: this thread is none of fdp's"):
+        limited(lambda: outer(fn, executor=executor)(X))
 
 
 # ---------------------------------------------------------------- nobody waits for ever
@@ -316,22 +400,23 @@ def crossing(kind: str, names: Sequence[str], executor: Any) -> Callable[[Tensor
 @pytest.mark.parametrize("names", [["data", "inner"], ["data", "middle", "inner"]], ids=len)
 def test_axes_in_different_orders(names: list[str], kind: str, executor: Any):
     """The error says in which collectives of which axes the slots wait."""
-    match = "waits for shard" if executor == "sequential" else "psum: executor='threads': .*further out"
-    with pytest.raises(RuntimeError, match=match) as caught:
+    with pytest.raises(RuntimeError, match=OUTER if executor == "threads" else "waits for shard") as caught:
         limited(lambda: crossing(kind, names, executor)(torch.arange(8.0)))
     if executor == "sequential":
         assert f"psum over '{names[0]}'" in str(caught.value)
         assert f"psum over '{names[-1]}'" in str(caught.value)
 
 
-def test_a_slot_inside_that_waits_for_one_that_has_ended():
+@each_executor
+def test_a_slot_inside_that_waits_for_one_that_has_ended(executor: Any):
     def fn(x: Tensor) -> Tensor:
         if fdp.axis_index():
             return x
         return inner(lambda x: x + fdp.psum(x.sum()) + fdp.psum(x.sum(), "inner"))(x)
 
-    with pytest.raises(RuntimeError, match=r"psum over 'data' in shard 0 waits for .*shard ., which has returned"):
-        limited(lambda: outer(fn)(X))
+    match = r"psum over 'data' in shard 0 waits for .*shard ., which has returned"
+    with pytest.raises(RuntimeError, match=OUTER if executor == "threads" else match):
+        limited(lambda: outer(fn, executor=executor)(X))
 
 
 def test_one_that_is_stuck_beside_others_that_run():
@@ -345,13 +430,15 @@ def test_one_that_is_stuck_beside_others_that_run():
 
     found: list[Tensor] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(many_cores(12))  # those that are under way have each a core
         others = [threading.Thread(target=lambda: found.append(outer(busy, executor="threads")(X))) for _ in range(2)]
         for other in others:
             other.start()
             stack.callback(other.join)
         stack.callback(over.set)
-        with pytest.raises(RuntimeError, match="waits for shard"):
-            limited(lambda: crossing("shard_map", ["data", "inner"], "auto")(torch.arange(8.0)))
+        for executor in ("sequential", "threads"):
+            with pytest.raises(RuntimeError, match=OUTER if executor == "threads" else "waits for shard"):
+                limited(lambda executor=executor: crossing("shard_map", ["data", "inner"], executor)(torch.arange(8.0)))
         assert not found
     sums = X.reshape(3, 4).sum(1, keepdim=True)
     want = (X.reshape(3, 4) + X.sum() + 2 * sums).reshape(-1)

@@ -1,4 +1,4 @@
-"""Random numbers, checkpoints and settings of torch in functions with collectives."""
+"""Random numbers and settings of torch in functions with collectives."""
 
 import itertools
 from typing import Any

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import jvp
+from torch.func import grad, jvp
 
 import fdp
 from tests.common.programs import run_program
@@ -71,12 +71,15 @@ print(torch.equal(compiled(x), compiled(x)), torch.random.manual_seed(3) is torc
     assert result.stdout == "True True\nTrue True\n", result.stderr
 
 
-def test_a_compiled_function_is_mapped():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.deep)])
+def test_a_compiled_function_is_mapped(backend: str):
     torch._dynamo.reset()
-    compiled = torch.compile(f, backend="eager")
-    torch.testing.assert_close(fdp.dp_apply(compiled, X[0], X, fdp.virtual_devices(4)), f(X[0], X))  # once in order
-    for _ in range(5):
-        torch.testing.assert_close(threads(compiled, X[0], X), f(X[0], X))
+    compiled = torch.compile(f, backend=backend)
+    w, devices = torch.randn(3, dtype=torch.float64), fdp.virtual_devices(4)
+    for rows in (8, 7, 5):
+        torch.testing.assert_close(fdp.dp_apply(compiled, w, X[:rows], devices), f(w, X[:rows]))
+        got = fdp.grad(lambda w, x: compiled(w, x).mean(), devices=devices)(w, X[:rows])
+        torch.testing.assert_close(got, grad(lambda w, x: f(w, x).mean())(w, X[:rows]))
 
 
 class NoHash:

@@ -142,6 +142,35 @@ def test_threads_inside_operations_are_divided_and_restored(intraop: int, cores:
     assert (after, fresh) == (intraop, [intraop])
 
 
+@pytest.mark.parametrize("executor", ["auto", "sequential"])
+def test_in_order_unless_it_is_asked_for(executor: Any):
+    used = []
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        used.append(threading.get_ident())
+        return w * x
+
+    with many_cores():
+        fdp.dp_apply(fn, W, rows(4), fdp.virtual_devices(4), executor=executor)
+    assert used == [threading.get_ident()] * 4
+
+
+@pytest.mark.parametrize("around", [torch.func.grad, torch.func.vmap])
+def test_side_by_side_under_transforms(around: Callable[..., Any]):
+    """Of those the threads have the same."""
+    crowd = Crowd(4)
+
+    def call(w: torch.Tensor) -> torch.Tensor:
+        return fdp.dp_apply(crowd, w, rows(4), fdp.virtual_devices(4), executor="threads").sum()
+
+    with many_cores(4):
+        assert torch.equal(
+            around(call)(W if around is torch.func.grad else W[None]).reshape(()),
+            6 * (torch.ones_like(W) if around is torch.func.grad else W),
+        )
+    assert crowd.most == 4
+
+
 def test_seeded_shards_do_not_run_side_by_side():
     running = []
 
@@ -296,14 +325,13 @@ def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_an_interrupt_leaves_nothing(delay: float):
-    started, go, ended = threading.Event(), threading.Event(), []
+    both, go, ended = threading.Barrier(2), threading.Event(), []
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if not started.is_set():
-            started.set()
+        if both.wait(30) == 0:  # one of those that have begun
             time.sleep(delay)
-            threading.Timer(0.05, go.set).start()
             os.kill(os.getpid(), signal.SIGINT)
+            threading.Timer(0.2, go.set).start()
         assert go.wait(30)
         ended.append(1)
         return w * x
@@ -313,7 +341,7 @@ def test_an_interrupt_leaves_nothing(delay: float):
         before = threading.active_count()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             CALLS["dp_apply"](fn, 6)
-        assert len(ended) <= 2  # those that had begun were waited for, and no other began
+        assert len(ended) == 2  # they were waited for, and no other began
         assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
     assert threading.active_count() <= before + 1
     assert has_all_cores()
@@ -346,6 +374,27 @@ def test_nothing_is_kept(call: Callable[..., Any]):
             assert [ref() for ref in refs if ref() is not None] == []
     finally:
         gc.enable()
+
+
+def test_shards_that_meet_or_do_not_have_the_same_threads():
+    def workers() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name == "fdp-slot"}
+
+    used = []
+
+    def meet(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        used.append(threading.get_ident())
+        return w * fdp.psum(x.sum()) * torch.ones_like(x)
+
+    with many_cores(4), torch.no_grad():
+        CALLS["dp_apply"](torch.mul, 4)
+        before = workers()
+        for _ in range(20):
+            CALLS["dp_apply"](torch.mul, 4)
+            CALLS["dp_apply"](meet, 3)
+            fdp.dp_apply(meet, W, rows(3), fdp.virtual_devices(3))
+    assert workers() == before
+    assert set(used) <= {*before, threading.get_ident()}
 
 
 # ---------------------------------------------------------------- contexts

@@ -325,22 +325,32 @@ def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_an_interrupt_leaves_nothing(delay: float):
-    both, go, ended = threading.Barrier(2), threading.Event(), []
+    both, go, ended, armed = threading.Barrier(2), threading.Event(), [], [True]
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if both.wait(30) == 0:  # one of those that have begun
             time.sleep(delay)
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Timer(0.2, go.set).start()
+            while armed:  # Python hears it late where the main thread is just about to wait
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            threading.Timer(0.1, go.set).start()
         assert go.wait(30)
         ended.append(1)
         return w * x
 
     with many_cores(2):
         CALLS["dp_apply"](torch.mul, 6)
-        before = threading.active_count()
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            CALLS["dp_apply"](fn, 6)
+        before, heard = threading.active_count(), signal.signal(signal.SIGINT, interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt, match=r"^$"):
+                CALLS["dp_apply"](fn, 6)
+        finally:
+            signal.signal(signal.SIGINT, heard)
         assert len(ended) == 2  # they were waited for, and no other began
         assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
     assert threading.active_count() <= before + 1

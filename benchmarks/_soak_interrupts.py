@@ -1,8 +1,8 @@
 """Interrupts in the soak test: calls of the main thread, each with a signal at a random moment of it.
 
 The signal raises KeyboardInterrupt, as Ctrl-C does. It has to arrive as it is. As soon as the caller has it, there is
-no thread more, and no lock, number of threads, mode or state of a generator that a call has left. Calls that end before
-their signal comes have to give the numbers of one device.
+no thread that still works for it, and no lock, number of threads inside operations, mode or state of a generator that a
+call has left. Calls that end before their signal comes have to give the numbers of one device.
 """
 
 import collections
@@ -22,11 +22,13 @@ from _soak_calls import is_close
 from torch import nn
 
 import fdp
+from fdp._execution import slot_threads
 from fdp._execution.process_lock import is_held_here
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 SLOTS, ROWS = 3, 7
 SHORTEST, LONGEST = 0.01e-3, 4e-3  # seconds until the signal
+MOMENT = 1.0  # seconds until a thread that has passed the baton on is idle
 Call = Callable[[], Any]
 
 
@@ -139,8 +141,18 @@ def state() -> dict[str, Any]:
         "state of the generator": hash(bytes(torch.default_generator.get_state().tolist())),
         "layers of torch.func": len(functorch.get_interpreter_stack() or ()),
         "the lock": is_held_here(),
-        "threads": threading.active_count(),
+        "threads at work": at_work(),
     }
+
+
+def at_work() -> int:
+    """How many threads of fdp are not idle, also after a moment."""
+    end = time.perf_counter() + MOMENT
+    while True:
+        count = sum(thread.name == "fdp-slot" for thread in threading.enumerate()) - len(slot_threads._IDLE)
+        if count == 0 or time.perf_counter() > end:
+            return count
+        time.sleep(1e-4)
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:

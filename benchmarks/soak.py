@@ -2,7 +2,7 @@
 
 Calls: dp_apply, value_and_grad, parallel_apply, nested dp_apply, and one shared module with different parameters, on 1
 to 5 virtual devices with executor="threads". A fault is an exception in one shard. Blocks of calls without a pause,
-in which callers use all cores and run their shards themselves, alternate with blocks in which workers are free to help.
+whose shards wait for cores, alternate with blocks of calls with pauses.
 
 Targets: no wrong result; each fault arrives as it was raised, with a note that names its shard, and nothing else
 fails; after the warm-up, which is a tenth of the calls, no thread more but those of fdp, at most one for each core and
@@ -66,7 +66,7 @@ class Numbers:
 class State(NamedTuple):
     """What the process holds while no call runs."""
 
-    threads: int
+    others: int
     workers: int
     memory: int
     tensors: int
@@ -106,12 +106,12 @@ def concurrent(options: argparse.Namespace) -> int:
 
         run(range(warm))
         before = state()
-        most_threads = run(range(warm, options.calls))
+        most_others = run(range(warm, options.calls))
         after = state()
     faulthandler.cancel_dump_traceback_later()
     print(f"{outcomes.total()} calls from {options.threads} threads in {time.perf_counter() - start:.0f} s", end=", ")
     print(f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
-    return verdict(outcomes, before, after, most_threads, options.threads)
+    return verdict(outcomes, before, after, most_others, options.threads)
 
 
 def call(all_kinds: Sequence[Kind], number: int, faults: float) -> Outcome:
@@ -149,11 +149,11 @@ def notes(error: Exception) -> list[str]:
 
 
 def watched(callers: Sequence[Future[None]]) -> int:
-    """Wait for threads that call; return the most threads that the process had meanwhile."""
-    most = status("Threads")
+    """Wait for threads that call; return the most threads besides fdp's that the process had meanwhile."""
+    most = others()
     while not all(future.done() for future in callers):
         time.sleep(SAMPLES)
-        most = max(most, status("Threads"))
+        most = max(most, others())
     for future in callers:
         future.result()
     return most
@@ -161,16 +161,21 @@ def watched(callers: Sequence[Future[None]]) -> int:
 
 def workers() -> int:
     """How many threads fdp has."""
-    return sum(thread.name == "fdp-worker" for thread in threading.enumerate())
+    return sum(thread.name == "fdp-slot" for thread in threading.enumerate())
+
+
+def others() -> int:
+    """How many threads the process has besides. The least of some looks: one of fdp's may begin or end in between."""
+    return min(status("Threads") - workers() for _ in range(5))
 
 
 def state() -> State:
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    return State(status("Threads"), workers(), status("VmRSS") * 1024, tensors)
+    return State(others(), workers(), status("VmRSS") * 1024, tensors)
 
 
-def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int, callers: int) -> int:
+def verdict(outcomes: Outcomes, before: State, after: State, most_others: int, callers: int) -> int:
     """Print what was found; 1 if a target is missed."""
     counts, problems = collections.Counter[str](), collections.Counter[str]()
     for outcome, count in outcomes.items():
@@ -184,12 +189,11 @@ def verdict(outcomes: Outcomes, before: State, after: State, most_threads: int, 
     wrong = sum(count for outcome, count in outcomes.items() if outcome.verdict == "a wrong result")
     grown, bound = after.memory - before.memory, callers * MOST_SLOTS + cores()
     own = workers()
-    others, others_before = most_threads - own, before.threads - before.workers
     checks = {
         f"wrong results: {wrong}": wrong == 0,
         f"faults: {injected} injected, {reported} reported": injected == reported,
         f"other failures: {problems.total() - wrong}": problems.total() == wrong,
-        f"threads: {others_before} after warm-up, at most {others} since": others <= others_before,
+        f"other threads: {before.others} after warm-up, at most {most_others} since": most_others <= before.others,
         f"threads of fdp: {before.workers} after warm-up, {own} at the end; bound {bound}": own <= bound,
         f"tensors: {before.tensors} after warm-up, {after.tensors} at the end": after.tensors <= before.tensors,
         f"memory: {before.memory / 2**20:.1f} MiB after warm-up, {after.memory / 2**20:.1f} MiB at the end, "

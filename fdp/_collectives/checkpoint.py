@@ -69,7 +69,8 @@ def replayed(call: Callable[[], Tree], where: str, device: torch.device) -> Tree
                 "It must do the same each time"
             )
         kept = found
-        put_states(generators, kept.states)
+        if kept.states:  # none are kept beside other shards
+            put_states(generators, kept.states)
         result = _detached(kept.result)
     for each in writing:
         each.kept.append(kept)

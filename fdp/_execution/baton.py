@@ -23,6 +23,9 @@ from typing import Any, Protocol, final
 
 from fdp._placement.slot import AXES
 
+HEARS = 1.0
+"""Seconds until who waits looks again: an interrupt that came just before it waited does not end the wait."""
+
 
 class Stop(BaseException):
     """Unwinds a slot whose call was interrupted elsewhere. Nobody else sees it."""
@@ -132,7 +135,7 @@ class Strand:
                     tree.turn = (given,)
                 tree.turn[0].wake()
                 while tree.turn is mine or tree.turn[0] is not self:
-                    self._gate.acquire()
+                    self._gate.acquire(timeout=HEARS)
                 break
             except AssertionError:
                 raise
@@ -160,7 +163,6 @@ class Strand:
         if begin is not None:
             begin()  # twice, perhaps: its thread sees to that
             self.begin = None
-            return
         with contextlib.suppress(RuntimeError):  # it was woken before: it looks who has the baton
             self._gate.release()
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import gc
-import operator
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fdp._trees import torch_private
+from fdp._trees.at_once import at_once
 
 _READING: list[None] = []
 _WAS_ON: list[None] = []
@@ -41,11 +41,11 @@ def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators]
 
 
-def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    """Inverse of `states_of`, in one call of C: an interrupt comes before all of it or after."""
+def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor], *then: Callable[[], Any]) -> None:
+    """Inverse of `states_of`, and `then` what follows: an interrupt comes before all of it or after."""
     with torch_private.outside_transforms():
-        put: Any = operator.call
-        deque(map(put, [generator.set_state for generator in generators], states), 0)
+        pairs = zip(generators, states, strict=True)
+        at_once(*[partial(generator.set_state, state) for generator, state in pairs], *then)()
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -79,5 +79,4 @@ class OwnGenerators:
         """Put those back that were there."""
         if self._is_here:
             self._own = states_of(self._generators)
-            put_states(self._generators, self._outside)
-            self._is_here = False
+            put_states(self._generators, self._outside, partial(setattr, self, "_is_here", False))

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, taken
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot, is_forked
@@ -43,11 +43,11 @@ class InOrder(Run):
                     error = None
                 self._run_here(take)
                 self._wait()
+                met = self._end()
                 break
             except BaseException as other:
                 error = other
         try:
-            met = self._end()
             failures = self.outcome()
             if met and not failures:
                 for i, result in enumerate(self.results):
@@ -118,8 +118,9 @@ class InOrder(Run):
             return
         number = HERE.strand.tree.number if HERE.strand is not None else common_number(self.count - 1)
         strand, left = strand_here(number), range(self._begun, self.count)
-        tree, threads = strand.tree, taken(len(left), number)
+        tree, threads = strand.tree, list[SlotThread]()
         try:
+            take_threads(threads, len(left), number)
             others = [self._strand(tree, index, thread) for index, thread in zip(left, threads, strict=True)]
             at = tree.strands.index(strand) + 1
             tree.strands = [*tree.strands[:at], *others, *tree.strands[at:]]

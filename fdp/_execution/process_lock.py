@@ -6,15 +6,14 @@ baton; a thread that is in no call is a tree of its own. Who has it waits for no
 """
 
 import contextlib
-import operator
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from fdp._execution.baton import HERE, Holder
+from fdp._trees.at_once import at_once
 
 _LOCKS = [threading.Lock()]  # a thread may release it that has not taken it
 
@@ -28,25 +27,39 @@ def is_held_here() -> bool:
     return _holder().count > 0
 
 
+class Hold:
+    """One hold of it. Slots of one tree may leave theirs in any order: the last one releases the lock."""
+
+    def __init__(self) -> None:
+        self._holder, self._taken = _holder(), list[None]()
+
+    def take(self) -> None:
+        """Wait for it; an interrupt ends the wait."""
+        before = self._holder.count
+        steps: list[Any] = [] if before else [_LOCKS[0].acquire]
+        at_once(*steps, partial(setattr, self._holder, "count", before + 1), partial(self._taken.append, None))()
+
+    def leave(self) -> None:
+        """Have it no more. To be called again if an interrupt came in it."""
+        if self._taken:
+            left = self._holder.count - 1
+            steps: list[Any] = [] if left else [_LOCKS[0].release]
+            at_once(self._taken.clear, partial(setattr, self._holder, "count", left), *steps)()
+
+
 @contextlib.contextmanager
 def exclusively() -> Iterator[None]:
-    """Have it meanwhile. Slots of one tree may leave it in any order: the last one releases it."""
-    holder, taken = _holder(), list[None]()
+    """Have it meanwhile."""
+    hold = Hold()
     try:
-        before = holder.count
-        take: list[Any] = [] if before else [_LOCKS[0].acquire]
-        _at_once([*take, partial(setattr, holder, "count", before + 1), partial(taken.append, None)])
+        hold.take()
         yield
     finally:
-        if taken:
-            left = holder.count - 1
-            leave: list[Any] = [] if left else [_LOCKS[0].release]
-            _at_once([taken.clear, partial(setattr, holder, "count", left), *leave])
-
-
-def _at_once(steps: list[Any]) -> None:
-    """In one call of C: no interrupt comes between, but for one that ends the wait for the lock."""
-    deque(map(operator.call, steps), 0)
+        try:
+            hold.leave()
+        except BaseException:
+            hold.leave()
+            raise
 
 
 def _renew() -> None:

@@ -5,10 +5,10 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from fdp._execution.baton import HERE
+from fdp._execution.baton import HERE, TurnState
 from fdp._execution.generators import OwnGenerators
 from fdp._execution.guards import refuse_beside
-from fdp._execution.process_lock import exclusively
+from fdp._execution.process_lock import Hold
 from fdp._placement.slot import Slot, fold_in
 from fdp._trees.types import Randomness
 
@@ -38,18 +38,27 @@ class Seed(NamedTuple):
     def run(self, slot: Slot, call: Callable[[], Any]) -> Any:
         """Run a shard that draws from it. The generators of the caller are as before afterwards."""
         refuse_beside("another one with a seed")
-        own, around = OwnGenerators(self.of(slot), slot.device), HERE.states
-        with exclusively():
+        own, around, hold = OwnGenerators(self.of(slot), slot.device), HERE.states, Hold()
+        try:
+            hold.take()
+            own.resume()
+            HERE.states = (*around, own)
+            if self.draws is None:
+                return call()
+            with self.draws.mode(self.of(slot), slot) as draws:
+                return draws.ended(call())
+        finally:
             try:
-                own.resume()
-                HERE.states = (*around, own)
-                if self.draws is None:
-                    return call()
-                with self.draws.mode(self.of(slot), slot) as draws:
-                    return draws.ended(call())
-            finally:
-                own.pause()
-                HERE.states = around
+                _put_back(own, around, hold)
+            except BaseException:  # an interrupt came in it
+                _put_back(own, around, hold)
+                raise
+
+
+def _put_back(own: OwnGenerators, around: tuple[TurnState, ...], hold: Hold) -> None:
+    own.pause()
+    HERE.states = around
+    hold.leave()
 
 
 def seed_of(seed: int | Seed | None, randomness: Randomness, where: str) -> Seed | None:

@@ -14,26 +14,25 @@ What holds at any time:
 
 import contextlib
 import contextvars
-import operator
 import os
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, final
 
 import torch
 
-from fdp._execution.baton import Stop
+from fdp._execution.baton import HEARS, Stop
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, taken
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot, is_forked
 from fdp._trees import torch_private
+from fdp._trees.at_once import at_once
 
 
 def cores() -> int:
@@ -68,19 +67,29 @@ class SideBySide(Run):
         self._over: list[int] = []
         self._waits: dict[int, Callable[[], bool]] = {}
         self._open: dict[Any, Any] = {}
-        self._bells: list[SimpleQueue[None]] = [
-            SimpleQueue() for _ in range(self.count + 1)
-        ]  # the last is the caller's
+        self._bells = [SimpleQueue[None]() for _ in range(self.count + 1)]  # the last is the caller's
 
     def run(self, take: Take) -> Failures:
         """Run all slots; `take` has the results in order."""
+        try:
+            self._run_all()
+            above_slots(max(self._highest))
+            failures = self.outcome()
+            if not failures:
+                for i, result in enumerate(self.results):
+                    take(i, result)
+            return failures
+        finally:
+            self.results = []
+
+    def _run_all(self) -> None:
         error: BaseException | None = None
         threads: list[SlotThread] = []
         begun: list[bool] = []
         try:
-            threads = taken(self.count, self._number)
+            take_threads(threads, self.count, self._number)
             begin = [partial(thread.jobs.put, partial(self._serve, i, thread)) for i, thread in enumerate(threads)]
-            deque(map(operator.call, [*begin, partial(begun.append, True)]), 0)  # all or none: one call of C
+            at_once(*begin, partial(begun.append, True))()  # all or none
         except BaseException as other:
             if not begun:
                 let_go(threads)
@@ -92,22 +101,15 @@ class SideBySide(Run):
                     self.stop(error)
                     self._ring()
                     error = None
-                self._bells[-1].get()
+                with contextlib.suppress(Empty):
+                    self._bells[-1].get(timeout=HEARS)
             except BaseException as other:
                 error = other
         if error is not None:
             self.stop(error)
+            error = None  # no cycle
         if self._state.threads != self._before:  # what a thread sets is also that of threads to come
             torch.set_num_threads(self._before)
-        try:
-            above_slots(max(self._highest))
-            failures = self.outcome()
-            if not failures:
-                for i, result in enumerate(self.results):
-                    take(i, result)
-            return failures
-        finally:
-            self.results = []
 
     def _serve(self, index: int, thread: SlotThread) -> None:
         try:

@@ -9,12 +9,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from fdp._placement.slot import start_apart
 from fdp._trees import torch_private
+from fdp._trees.at_once import at_once
 
 FLOOR = 8192
 _ABOVE = 8192  # by how much a caller is above its slots
@@ -35,8 +37,10 @@ class SlotThread:
         self.number = 0
         start_apart(threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True))
 
-    def __del__(self) -> None:
+    def end(self) -> None:
         self.jobs.put(None)
+
+    __del__ = end
 
 
 def _serve(jobs: "SimpleQueue[Body | None]") -> None:
@@ -61,27 +65,22 @@ def common_number(count: int) -> int:
     return max(FLOOR, numbers[-1]) if len(numbers) >= count else FLOOR
 
 
-def taken(count: int, number: int) -> list[SlotThread]:
-    """So many threads, none of which has come further than that number."""
-    found = _idle(count, lambda thread: thread.number <= number)
-    _idle(count - len(found), lambda thread: True)  # numbers do not go back: others take their places
-    try:
-        while len(found) < count:
-            found.append(SlotThread())
-    except RuntimeError:  # there can be no more threads
-        let_go(found)
-        raise
-    return found
+def take_threads(found: list[SlotThread], count: int, number: int) -> None:
+    """Put so many threads into a list, none of which has come further than that number."""
+    _take_idle(found, count, lambda thread: thread.number <= number)
+    too_far: list[SlotThread] = []
+    _take_idle(too_far, count - len(found), lambda thread: True)
+    for thread in too_far:  # numbers do not go back: others take their places
+        thread.end()
+    while len(found) < count:
+        found.append(SlotThread())  # or there can be no more threads: RuntimeError
 
 
-def _idle(count: int, fits: Callable[[SlotThread], bool]) -> list[SlotThread]:
-    found: list[SlotThread] = []
+def _take_idle(found: list[SlotThread], count: int, fits: Callable[[SlotThread], bool]) -> None:
     for thread in list(_IDLE):
         if len(found) < count and fits(thread):
             with contextlib.suppress(ValueError):  # another call was faster
-                _IDLE.remove(thread)
-                found.append(thread)
-    return found
+                at_once(partial(_IDLE.remove, thread), partial(found.append, thread))()
 
 
 def let_go(threads: Iterable[SlotThread]) -> None:

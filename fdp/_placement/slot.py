@@ -11,11 +11,13 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fdp._trees import torch_private
+from fdp._trees.at_once import at_once
 from fdp._trees.profiling import NOTHING, stage
 from fdp._trees.untraced import leave_alone
 
@@ -98,10 +100,14 @@ def run_in_slot(
 def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
     AXES.set((*AXES.get(), Axis(slot, run, threading.get_ident())))
     has_grad, watcher = torch.is_grad_enabled(), ON_SHARD.get()
-    has_threads = torch_private.is_multithreading_enabled()
-    # Backwards inside stay in this thread: those of autograd's own know no slots.
-    torch_private.set_multithreading_enabled(False)
+    # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
+    restore = at_once(
+        partial(torch_private.set_grad_enabled, has_grad),
+        partial(torch_private.set_multithreading_enabled, torch_private.is_multithreading_enabled()),
+    )
     try:
+        # Backwards inside stay in this thread: those of autograd's own know no slots.
+        torch_private.set_multithreading_enabled(False)
         device, named = _current_device(slot.device), stage("shard", slot.index)
         if device is named is NOTHING and watcher is None:
             return call()
@@ -113,9 +119,7 @@ def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
             watcher(slot, "after")
             return result
     finally:
-        # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
-        torch_private.set_grad_enabled(has_grad)
-        torch_private.set_multithreading_enabled(has_threads)
+        restore()
 
 
 @contextlib.contextmanager

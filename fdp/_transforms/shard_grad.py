@@ -164,12 +164,15 @@ def joint(
     inputs = [x for found in forwards for x in found.inputs.leaves]
     grads: Any = [None] * len(inputs)
     if roots and inputs:
+        has_threads = torch_private.is_multithreading_enabled()
         try:
-            with torch.autograd.set_multithreading_enabled(False):
-                grads = torch_private.gradients(roots, inputs, given, create_graph=graph)
+            torch_private.set_multithreading_enabled(False)
+            grads = torch_private.gradients(roots, inputs, given, create_graph=graph)
         except BaseException:
             _drop_what_is_left()
             raise
+        finally:  # not torch's context: an interrupt might come before it ends
+            torch_private.set_multithreading_enabled(has_threads)
     torch.clear_autocast_cache()  # else it keeps a cast copy of every alias until the caller leaves autocast
     found, results = iter(grads), []
     for out, own in forwards:
@@ -190,8 +193,8 @@ def _drop_what_is_left() -> None:
 def forward(problem: Problem, shard: Shard, inputs: Inputs) -> Forward:
     """The loss of a shard."""
     before = torch.is_grad_enabled()
-    torch_private.set_grad_enabled(True)
     try:
+        torch_private.set_grad_enabled(True)
         return Forward(_call(problem, shard, inputs.build(inputs.leaves)), inputs)
     finally:
         torch_private.set_grad_enabled(before)

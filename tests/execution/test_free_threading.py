@@ -70,7 +70,7 @@ def test_a_worker_keeps_nothing_of_the_context_that_it_was_started_in():
 
     def call(value: Value) -> None:
         contextvars.ContextVar[Value]("kept").set(value)
-        workers = sum(thread.name == "fdp-worker" for thread in threading.enumerate())
+        workers = sum(thread.name == "fdp-slot" for thread in threading.enumerate())
         with many_cores(workers + 2):
             slots = fdp.virtual_devices(workers + 2)
             fdp.dp_apply(lambda w, x: w * fdp.psum(x), W, torch.ones(workers + 2), slots)

@@ -165,8 +165,12 @@ def workers() -> int:
 
 
 def others() -> int:
-    """How many threads the process has besides. The least of some looks: one of fdp's may begin or end in between."""
-    return min(status("Threads") - workers() for _ in range(5))
+    """How many threads the process has besides. The least of some looks: one of fdp's may begin or end meanwhile."""
+    looks = list[int]()
+    for _ in range(5):
+        looks.append(status("Threads") - workers())
+        time.sleep(1e-3)
+    return min(looks)
 
 
 def state() -> State:

@@ -77,7 +77,7 @@ def take_threads(found: list[SlotThread], count: int, number: int) -> None:
 
 
 def _take_idle(found: list[SlotThread], count: int, fits: Callable[[SlotThread], bool]) -> None:
-    for thread in list(_IDLE):
+    for thread in sorted(_IDLE, key=lambda thread: -thread.number):  # those behind are for callers that are behind
         if len(found) < count and fits(thread):
             with contextlib.suppress(ValueError):  # another call was faster
                 at_once(partial(_IDLE.remove, thread), partial(found.append, thread))()

@@ -66,12 +66,7 @@ class ShardGradients(NamedTuple):
             take(i, result)
 
     def _by_autograd(self, batch: list[int], mode: Mode, take: Take, *, attached: bool) -> None:
-        where, graph, slots, peers = (
-            self.problem.where,
-            self.create_graph,
-            [self.slots[i] for i in batch],
-            mode.peers,
-        )
+        where, slots, peers = self.problem.where, [self.slots[i] for i in batch], mode.peers
         aliases = [inputs_of(self.problem, self.shards[i]).aliases(attached) for i in batch]
         with torch.enable_grad():
             peers.begins_with([x for own in aliases for x in own.leaves])
@@ -111,9 +106,8 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
         where = ", ".join(dict.fromkeys(str(slot.device) for slot in slots))
         with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
             if not getattr(error, "__notes__", ()):
-                error.add_note(
-                    str(slots[0]) if len(slots) == 1 else f"in the one backward of {len(slots)} shards, on {where}"
-                )
+                several = f"in the one backward of {len(slots)} shards, on {where}"
+                error.add_note(several if len(slots) > 1 else str(slots[0]))
         raise
 
 

@@ -70,6 +70,28 @@ def test_one_raises_in_a_backward_inside(name: str, slot: int, executor: Any):
     works(executor)
 
 
+@each_executor
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_note_says_which_backward_failed(meets: bool, executor: Any):
+    """Of slots that have met there is one."""
+    error = OddError("wrong")
+
+    def hook(grad: Tensor) -> None:
+        raise error
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = w * (x - fdp.pmean(x) if meets else x)
+        if fdp.axis_index() == 1:
+            y.register_hook(hook)
+        return y.square().mean()
+
+    with pytest.raises(OddError) as caught:
+        fdp.grad(loss, devices=fdp.virtual_devices(3), executor=executor)(torch.tensor(2.0), torch.ones(3))
+    assert caught.value is error
+    (note,) = caught.value.__notes__
+    assert note == ("in the one backward of 3 shards, on cpu" if meets else "in shard 1 of 3, rows 1:2, on cpu")
+
+
 @few(2)
 @each_executor
 @each_slot

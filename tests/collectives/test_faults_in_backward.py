@@ -85,7 +85,7 @@ def test_a_note_says_which_backward_failed(meets: bool, executor: Any):
             y.register_hook(hook)
         return y.square().mean()
 
-    with pytest.raises(OddError) as caught:
+    with pytest.raises(OddError, match="wrong") as caught:
         fdp.grad(loss, devices=fdp.virtual_devices(3), executor=executor)(torch.tensor(2.0), torch.ones(3))
     assert caught.value is error
     (note,) = caught.value.__notes__

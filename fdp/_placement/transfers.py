@@ -34,8 +34,8 @@ _LOGS: contextvars.ContextVar[tuple[list[Transfer], ...]] = contextvars.ContextV
 def transfers() -> Iterator[list[Transfer]]:
     """See every copy between devices that fdp makes.
 
-    What the function itself copies is not among them, nor what autograd does in its backward, nor anything inside of
-    `torch.compile`. Inside one another, both logs see a copy.
+    What the function itself copies is not among them, nor what autograd copies in a backward, but for what goes back
+    through collectives, nor anything inside of `torch.compile`. Inside one another, both logs see a copy.
 
     >>> import fdp, torch
     >>> with fdp.transfers() as log:

@@ -116,7 +116,9 @@ def pmean(tree: Tree, axis_name: AxisName = "data", *, weight: Any = None) -> Tr
         NameError, ValueError, RuntimeError: As `psum` does; ValueError also if all weights are 0 or one is negative.
         TypeError: An integer tensor, or a weight of another kind.
     """
-    axes = [axis_of("pmean", name) for name in names_of(axis_name)]
+    axes = [axis_of("pmean", name) for name in names_of("pmean", axis_name)]
+    if not axes:
+        return tree
     if isinstance(weight, str) and weight == "rows":
         weight = axis_rows(max(axes, key=AXES.get().index).slot.axis_name)  # of the innermost: its rows are the fewest
     return mean(tree, axis_name, axes[0].slot.count, 1 if weight is None and len(axes) > 1 else weight)

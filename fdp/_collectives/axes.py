@@ -35,9 +35,14 @@ def axis_of(where: str, name: str) -> Axis:
     raise NameError(f"{where}: there is no axis {name!r} here. There is {known}")
 
 
-def names_of(axis_name: AxisName) -> Sequence[str]:
+def names_of(where: str, axis_name: AxisName) -> Sequence[str]:
     """The axes that a collective is over, one after the other."""
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{where}: axis_name must be the name of an axis or a tuple of names, got {axis_name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where}: axis_name names an axis twice: {axis_name!r}")
+    return names
 
 
 def inside(axis: Axis) -> tuple[int, ...]:

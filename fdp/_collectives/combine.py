@@ -30,6 +30,9 @@ def combined(
     run: Run, values: Sequence[Value], are_recorded: Sequence[bool], key: Any, say: Callable[[], str]
 ) -> list[Taken]:
     """What each slot takes, on its device, and in memory of its own: slots may write to it."""
+    if torch.is_inference_mode_enabled():  # that of the slot that computes, and not of all
+        with torch.inference_mode(False):
+            return combined(run, values, are_recorded, key, say)
     operation, reached = values[0][0], [[True] * len(tensors) for _, tensors, _ in values]
     if values[0][2] is not None:
         everybody = run.peers.everywhere([given for *_, given in values], operation.name)

@@ -19,7 +19,7 @@ from fdp._trees.types import Tree
 
 def reduced(where: str, tree: Tree, axis_name: AxisName, make: Callable[[], Operation]) -> Tree:
     """Apply a reduction over one axis, or over several, one after the other."""
-    for name in names_of(axis_name):
+    for name in names_of(where, axis_name):
         tree = on_tree(where, tree, name, lambda tensors: make())
     return tree
 

@@ -51,8 +51,7 @@ class Place(NamedTuple):
         pairs = [torch_private.unwrap_batched(x, number) for x in tensors]
         # Of all slots alike: what is not mapped in one may be in others.
         moved = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-        with level.lower():
-            found = self.exchanged(moved)
+        found = torch_private.outside_transforms(lambda: self.exchanged(moved), 1)
         return found._replace(tensors=[torch_private.add_batch_dim(x, 0, number) for x in found.tensors])
 
     def _differentiated(self, level: Any, tensors: Sequence[Tensor]) -> Taken:
@@ -97,8 +96,8 @@ class _Linear(torch_private.SingleLevelFunction):
     def forward(place: Place, level: Any, reached: list[bool], *tensors: Tensor) -> Any:
         number = level.level()
         inner = [torch_private.unwrap_for_grad(x, number) for x in tensors]
-        with torch.enable_grad(), _forward_mode(), level.lower():
-            found = place.exchanged(inner)
+        with torch.set_grad_enabled(level.prev_grad_mode()), _forward_mode():
+            found = torch_private.outside_transforms(lambda: place.exchanged(inner), 1)
         reached[:] = found.reached
         return tuple(torch_private.wrap_for_grad(x, number) for x in found.tensors)
 

@@ -192,10 +192,10 @@ def said_of(same: Any, tensors: Sequence[str]) -> str:
 
 def _check(brought: Sequence[Brought], first: int) -> None:
     """All do the same, with what fits together."""
-    names = [each.name for each in brought]
+    names = ["the gradient of " * (each.advice is _IN_A_GRADIENT) + each.name for each in brought]
     if len(set(names)) > 1:
         each = ", ".join(f"{name} in shard {first + i}" for i, name in enumerate(names))
         raise RuntimeError(f"the shards call different collectives: {each}. All must call the same in the same order")
     if any(each.same != brought[0].same for each in brought):
         texts = differing([each.say() for each in brought], [f"shard {first + i}" for i in range(len(brought))])
-        raise ValueError(f"{names[0]}: the shards do not fit together: {texts}")
+        raise ValueError(f"{brought[0].name}: the shards do not fit together: {texts}")

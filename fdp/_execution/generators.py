@@ -1,8 +1,7 @@
 """Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads."""
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,41 +10,42 @@ import torch
 from fdp._trees import torch_private
 from fdp._trees.at_once import at_once
 
-_READING: list[None] = []
+_READING: list[object] = []
 _WAS_ON: list[None] = []
 
 
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """Without the garbage collector, in all threads.
-
-    torch holds a lock of the generator while it makes the tensor of its state. The collector may run another thread
-    then, and that one may wait for the lock: both would wait for ever.
-    """
-    _READING.append(None)
-    try:
-        if gc.isenabled():
-            _WAS_ON.append(None)
-            gc.disable()
-        yield
-    finally:
-        _READING.pop()
-        if not _READING and _WAS_ON:
-            _WAS_ON.clear()
-            gc.enable()
-
-
 def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """Their states, also inside of transforms, where tensors have no memory to read."""
-    with _collector_off(), torch_private.outside_transforms():
-        return [generator.get_state() for generator in generators]
+    """Their states, also inside of transforms, where tensors have no memory to read.
+
+    Without the garbage collector, in all threads: torch holds a lock of the generator while it makes the tensor of its
+    state. The collector may run another thread then, and that one may wait for the lock: both would wait for ever.
+    """
+    me = object()
+    try:
+        _READING.append(me)
+        if gc.isenabled():
+            at_once(partial(_WAS_ON.append, None), gc.disable)()
+        return torch_private.outside_transforms(lambda: [generator.get_state() for generator in generators])
+    finally:
+        try:
+            _have_read(me)
+        except BaseException:  # an interrupt came in it
+            _have_read(me)
+            raise
+
+
+def _have_read(who: object) -> None:
+    if who in _READING:
+        _READING.remove(who)
+    if not _READING and _WAS_ON:
+        at_once(_WAS_ON.clear, gc.enable)()
 
 
 def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor], *then: Callable[[], Any]) -> None:
     """Inverse of `states_of`, and `then` what follows: an interrupt comes before all of it or after."""
-    with torch_private.outside_transforms():
-        pairs = zip(generators, states, strict=True)
-        at_once(*[partial(generator.set_state, state) for generator, state in pairs], *then)()
+    pairs = zip(generators, states, strict=True)
+    put = at_once(*[partial(generator.set_state, state) for generator, state in pairs], *then)
+    torch_private.outside_transforms(put)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

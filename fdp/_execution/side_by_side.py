@@ -1,6 +1,7 @@
 """Shards side by side, each in a thread of its own, while the caller waits: what `executor="threads"` asks for.
 
-As many run at once as there are cores, those of all callers together; one that waits for others does not count.
+As many run at once as there are cores, those of all callers together; one that waits for others does not count. Who has
+waited for a core for some time goes on without.
 
 What holds at any time:
 
@@ -40,6 +41,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+PATIENCE = 0.5  # seconds
 _turns = cache(threading.BoundedSemaphore)  # of so many cores
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.cache_clear)  # those that had a turn are not there
@@ -56,7 +58,7 @@ class SideBySide(Run):
         install()
         above_slots()
         self._before, self._state = torch.get_num_threads(), ThreadState.of_caller([slot.device for slot in slots])
-        self._turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._turns: threading.BoundedSemaphore | None = None
         if all(slot.device.type in ("cpu", "meta") for slot in slots):
             self._turns, most = _turns(cores()), min(cores(), len(slots))
             self._state = self._state.with_threads(cores() // most)
@@ -65,6 +67,7 @@ class SideBySide(Run):
         self._highest = [self._number]
         self._lock = threading.Lock()
         self._over: list[int] = []
+        self._in_turn: set[int] = set()
         self._waits: dict[int, Callable[[], bool]] = {}
         self._open: dict[Any, Any] = {}
         self._bells = [SimpleQueue[None]() for _ in range(self.count + 1)]  # the last is the caller's
@@ -114,19 +117,20 @@ class SideBySide(Run):
     def _serve(self, index: int, thread: SlotThread) -> None:
         try:
             advance(self._number)
-            with self._turns:
-                self.ended[index] = "was interrupted"
-                if self.interrupt is None:
-                    with self._state.restored():
-                        context = self._context.copy()
-                        context.run(BESIDE.set, True)
-                        self.run_slot(index, context)
+            self._take_turn(index)
+            self.ended[index] = "was interrupted"
+            if self.interrupt is None:
+                with self._state.restored():
+                    context = self._context.copy()
+                    context.run(BESIDE.set, True)
+                    self.run_slot(index, context)
         except BaseException as error:
             if is_forked(self.process):  # there is nothing else than this thread
                 traceback.print_exc()
                 os._exit(1)
             self.errors.setdefault(index, error)
         finally:
+            self._end_turn(index)
             self._highest.append(torch_private.get_sequence_nr())
             leave(thread)
             with self._lock:
@@ -141,12 +145,10 @@ class SideBySide(Run):
             self._waits[index] = is_over = come(meeting)
             self._give_up()
         self._ring()
-        self._turns.__exit__(None, None, None)  # for the next one
-        try:
-            while not is_over() and self.interrupt is None:
-                self._bells[index].get()
-        finally:
-            self._turns.__enter__()
+        self._end_turn(index)  # for the next one
+        while not is_over() and self.interrupt is None:
+            self._bells[index].get()
+        self._take_turn(index)
         with self._lock:
             del self._waits[index]
             if is_over() and self._open.get(key) is meeting:  # the next one may be under way
@@ -154,6 +156,16 @@ class SideBySide(Run):
         if not is_over():
             raise Stop
         return meeting
+
+    def _take_turn(self, index: int) -> None:
+        """Wait for a core, but not for long: who has it may wait for what this call is to compute."""
+        if self._turns is not None and self._turns.acquire(timeout=PATIENCE):
+            self._in_turn.add(index)
+
+    def _end_turn(self, index: int) -> None:
+        if self._turns is not None and index in self._in_turn:
+            self._in_turn.remove(index)
+            self._turns.release()
 
     def meetings(self) -> list[Any]:
         return list(self._open.values())

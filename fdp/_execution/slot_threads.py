@@ -96,15 +96,18 @@ def leave(thread: SlotThread) -> None:
 
 def advance(number: int) -> None:
     """Let the next node of this thread have at least that number."""
-    missing = number - torch_private.get_sequence_nr()
-    if missing <= 0:
+    if torch_private.get_sequence_nr() >= number:
         return
-    with torch_private.without_transforms(), torch.inference_mode(False), torch.enable_grad():
-        while missing > 0:
+    torch_private.outside_transforms(lambda: _record_until(number))
+
+
+@torch.inference_mode(False)
+def _record_until(number: int) -> None:
+    with torch.enable_grad():
+        while (missing := number - torch_private.get_sequence_nr()) > 0:
             some = _BEGINNING.neg()
             if missing > 1:
                 torch_private.foreach_zero_([some] * min(missing - 1, _MOST))
-            missing = number - torch_private.get_sequence_nr()
 
 
 def _forget() -> None:

@@ -80,10 +80,7 @@ class ThreadState(NamedTuple):
     @classmethod
     def of_caller(cls, devices: Sequence[torch.device]) -> "ThreadState":
         """The state here and now; `devices` are those on which a current stream matters."""
-        transforms: list[Any] = []
-        if torch_private.is_transformed():
-            with torch_private.without_transforms() as transforms:
-                pass
+        transforms = torch_private.layers_here()
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
         dispatch_modes = _dispatch_modes()

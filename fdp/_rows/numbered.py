@@ -99,10 +99,9 @@ class Numbered(TorchDispatchMode):
             generator.manual_seed(seed if row is None else fold_in(seed, row))
 
     def _read(self) -> list[bytes]:
-        if torch_private.is_transformed():
-            with torch_private.without_transforms():
-                return [bytes_of(generator.get_state()) for generator in self._generators]
-        return [bytes_of(generator.get_state()) for generator in self._generators]
+        return torch_private.outside_transforms(
+            lambda: [bytes_of(generator.get_state()) for generator in self._generators]
+        )
 
 
 class Argument(NamedTuple):

@@ -4,17 +4,19 @@ A name here is torch's own without its underscores. A version of torch that has 
 with a message that says which, and what it was for.
 """
 
-import contextlib
 import importlib
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
 
 SEEN = "2.11 to 2.15"
+Result = TypeVar("Result")
 
 
 class Private(NamedTuple):
@@ -72,6 +74,8 @@ unwrap_if_dead = _use(
 )
 _STACK = "the stack of transforms is one for each thread: it is carried to threads, else gradients would be lost"
 without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _STACK)
+_pop_layer = _use("torch._functorch.pyfunctorch.pop_dynamic_layer_stack", _STACK)
+_push_layer = _use("torch._functorch.pyfunctorch.push_dynamic_layer_stack", _STACK)
 with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
 _FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
 eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
@@ -94,9 +98,37 @@ def depth() -> int:
     return len(get_interpreter_stack() or ()) if is_transformed() else 0
 
 
-def outside_transforms() -> Any:
-    """As a context: no transform of torch.func is active."""
-    return without_transforms() if is_transformed() else contextlib.nullcontext()
+class Layers:
+    """The innermost transforms of torch.func, to be taken off the stack. No interrupt comes between all and none."""
+
+    def __init__(self, count: int) -> None:
+        self._held: list[Any] = [None]  # where to stop
+        self.take = partial(self._held.extend, map(operator.call, [_pop_layer] * count))
+        self.put_back = partial(deque, map(_push_layer, iter(self._held.pop, None)), 0)
+
+    def held(self) -> list[Any]:
+        """Those that were taken, the innermost first."""
+        return self._held[1:]
+
+
+def outside_transforms(call: Callable[[], Result], levels: int | None = None) -> Result:
+    """What a call returns outside of so many transforms of torch.func, by default of all."""
+    layers = Layers(depth() if levels is None else levels)
+    try:
+        layers.take()
+        return call()
+    finally:
+        layers.put_back()
+
+
+def layers_here() -> list[Any]:
+    """The transforms that are active, as `with_transforms` takes them."""
+    layers = Layers(depth())
+    try:
+        layers.take()
+        return layers.held()
+    finally:
+        layers.put_back()
 
 
 _LEVELS = "collectives inside torch.func meet at each level of its transforms"

@@ -226,3 +226,28 @@ def test_a_thread_of_the_users_own():
 
     with contextlib.suppress(RuntimeError):
         everywhere(fn, n=2)
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin"])
+def test_names_of_axes_that_are_none(name: str):
+    call = getattr(fdp, name)
+    message = rf"^{name}: axis_name must be the name of an axis or a tuple of names, got "
+    for wrong in (None, 0, ("data", 1)):
+        with pytest.raises(TypeError, match=message):
+            fdp.dp_apply(lambda _, x, wrong=wrong: call(x, wrong), None, torch.ones(2), fdp.virtual_devices(2))
+    with pytest.raises(ValueError, match=rf"^{name}: axis_name names an axis twice: \('data', 'data'\)"):
+        fdp.dp_apply(lambda _, x: call(x, ("data", "data")), None, torch.ones(2), fdp.virtual_devices(2))
+
+
+def test_a_collective_that_meets_a_gradient():
+    """Slot 0 skips the first, and comes with its gradient to where slot 1 still goes forward."""
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            w = w * 1 if fdp.axis_index() == 0 else fdp.psum(w)
+            return fdp.psum(w).sum()
+
+        return torch.func.grad(loss)(w)
+
+    with pytest.raises(RuntimeError, match="different collectives: the gradient of psum in shard 0, psum in shard 1"):
+        fdp.dp_apply(fn, torch.ones(2), torch.ones(2), fdp.virtual_devices(2), out_dims="list")

@@ -199,3 +199,27 @@ def test_a_leaf_that_is_returned_as_it_is_keeps_its_gradient(executor: Any):
     for _ in range(2):
         _, out = fdp.dp_apply(fn, {"v": v, "w": w}, X, devices, out_dims=(0, "sum"), executor=executor)
         assert torch.autograd.grad(3 * out, w)[0] == 6
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("name", ["psum", "pmean", "all_gather", "psum_scatter", "all_to_all", "ppermute"])
+def test_inference_mode_in_one_slot(name: str, slot: int, executor: Any):
+    """It is that slot's own: what the other has brought is differentiated as under no_grad."""
+    calls: dict[str, Any] = {
+        "all_to_all": lambda x: fdp.all_to_all(x, split_dim=0, concat_dim=0),
+        "ppermute": lambda x: fdp.ppermute(x, [(0, 1), (1, 0)]),
+    }
+    call, devices = calls.get(name, getattr(fdp, name)), fdp.virtual_devices(2)
+    w, x = torch.tensor(0.5, dtype=torch.float64), torch.arange(8.0, dtype=torch.float64)
+
+    def gradient(mode: Any) -> Any:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            if fdp.axis_index() == slot:
+                with mode():
+                    return 0 * call(w * x).sum()
+            return (call(w * x) ** 2).sum() * w
+
+        return fdp.value_and_grad(loss, devices=devices, reduction="sum", executor=executor)(w, x)
+
+    torch.testing.assert_close(gradient(torch.inference_mode), gradient(torch.no_grad))

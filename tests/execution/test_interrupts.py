@@ -1,12 +1,17 @@
 """Ctrl-C at any moment of a call: it arrives, nothing is left, and the next call is right."""
 
+import gc
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fdp
+from fdp._trees import torch_private
 from tests.common.programs import run_script
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -39,3 +44,55 @@ def test_threads_to_come_have_as_many_threads_for_operations_as_before():
     finally:
         torch.set_num_threads(before)
     assert found == [4, 4]
+
+
+def seeded(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sum() + torch.rand((), dtype=x.dtype)
+
+
+def inside_grad(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fdp.psum(torch.func.grad(lambda w: fdp.pmean(((x @ w) ** 2).sum()))(w))
+
+
+def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    z = (x @ w).tanh()
+    return (z - fdp.pmean(z.mean(), weight="rows")).square().mean()
+
+
+W, ROWS = torch.randn(3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+PLACES: dict[str, Callable[[], Any]] = {
+    "seeded": lambda: fdp.dp_apply(seeded, W, ROWS, DEVICES, seed=4, out_dims="list"),
+    "inside a gradient": lambda: fdp.dp_apply(inside_grad, W, ROWS, DEVICES, out_dims=None),
+    "a gradient": lambda: fdp.value_and_grad(loss, devices=DEVICES)(W, ROWS),
+}
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", PLACES)
+def test_an_interrupt_where_a_function_begins(name: str, step: int):
+    """One for each function that is called in the main thread: there Python looks whether a signal has come."""
+    call = PLACES[name]
+    want, state, place, begun = call(), torch.get_rng_state(), step // 2, 0
+
+    def begin(*_: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == place:
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    while begun >= place or place == step // 2:
+        begun, place = 0, place + step
+        try:
+            sys.settrace(begin)
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert gc.isenabled(), place
+        assert torch.is_grad_enabled(), place
+        assert torch.equal(torch.get_rng_state(), state), place
+        assert torch_private.depth() == 0, place
+        torch.testing.assert_close(call(), want)
+    assert place > 300  # so many were there

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import fdp
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
-from tests.common.threads import has_all_cores, many_cores, wake_workers
+from tests.common.threads import has_all_cores, many_cores, wake_workers, within
 
 W = torch.tensor(2.0, dtype=torch.float64)
 CALLS: dict[str, Callable[[Any, int], Any]] = {
@@ -424,3 +425,19 @@ def test_each_slot_has_a_copy_of_the_callers_context():
         CALLS["dp_apply"](fn, 7)
     assert seen == [5] * 7
     assert variable.get() == 5
+
+
+def test_calls_in_threads_of_the_function_s_own():
+    """Shards that have all cores wait for what others compute in threads: these go on without a core after a while."""
+
+    def row(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def fn(_: Any, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fdp.dp_apply, row, None, x, fdp.virtual_devices(2), executor="threads").result()
+
+    x = torch.arange(8.0)
+    with many_cores(2):
+        found = within(20, lambda: fdp.dp_apply(fn, None, x, fdp.virtual_devices(2), executor="threads"))
+    assert_close_tree(found, 2 * x)

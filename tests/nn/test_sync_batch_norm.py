@@ -527,11 +527,10 @@ def test_copies(twin):
 
 
 @pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
-@pytest.mark.parametrize("buffers", ["first", "mean"])
-def test_data_parallel(buffers, executor):
+def test_data_parallel(executor):
     single = network()
     model = convert_sync_batchnorm(single)
-    parallel = fdp.DataParallel(model, ["cpu"] * 3, buffers=buffers, executor=executor)
+    parallel = fdp.DataParallel(model, ["cpu"] * 3, executor=executor)
     with many_cores():
         for rows in (4, 7, 2, 9):
             x, y = batch(rows, 2).requires_grad_(), batch(rows, 2).requires_grad_()

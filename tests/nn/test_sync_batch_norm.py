@@ -127,7 +127,7 @@ def test_value_and_grad(n, executor):
         return loss
 
     options: dict[str, Any] = {"devices": fdp.virtual_devices(n), "executor": executor, "in_dims": (None, None, 0, 0)}
-    step = fdp.value_and_grad(loss_of(apply), has_aux=True, **options)
+    step = fdp.value_and_grad(loss_of(apply), has_aux=True, aux_dims="mean", **options)
     with many_cores():
         (value, buffers), grads = step(*state, x, y)
         want_grads, (want, want_buffers) = torch.func.grad_and_value(loss_of(single), has_aux=True)(*state, x, y)

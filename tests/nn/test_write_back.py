@@ -69,7 +69,7 @@ def loop(model: nn.Module, devices: Any) -> Any:
         out, new = apply((params, buffers), x)
         return F.mse_loss(out, y), new
 
-    step = fdp.value_and_grad(loss, has_aux=True, in_dims=(None, None, 0, 0), devices=devices)
+    step = fdp.value_and_grad(loss, has_aux=True, aux_dims="mean", in_dims=(None, None, 0, 0), devices=devices)
     optimizer, scheduler = optimizer_of(model)
     seen = []
     for x, y in BATCHES:

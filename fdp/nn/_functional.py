@@ -18,6 +18,7 @@ from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
 from fdp.nn._contents import OF_PARAMETERS
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
+from fdp.nn._write_back import remember
 
 State: TypeAlias = tuple[Tensors, Tensors]
 
@@ -100,6 +101,7 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     _check_module(module)
     params: Tensors = dict(module.named_parameters())
     buffers: Tensors = dict(module.named_buffers())
+    remember(module, params)
     if detach:
         params = {name: tensor.detach() for name, tensor in params.items()}
         buffers = {name: tensor.detach() for name, tensor in buffers.items()}

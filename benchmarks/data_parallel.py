@@ -55,18 +55,18 @@ def times() -> None:
 def moved() -> None:
     fdp.testing.install_virtual_accelerator(8)
     print("\nMB moved between devices in a training step; the batch is on the first device")
-    print(f"{'devices':>8} {'fdp':>8} {'torch':>8} {'eval, first':>12} {'eval, again':>12}")
+    print(f"{'devices':>8} {'fdp':>8} {'torch':>8} {'eval':>8}")
     for count in (2, 4, 8):
         model, x = transformer().to("virtual:0"), torch.randn(64, 4, 64, device="virtual:0")
         shim = fdp.DataParallel(model, list(range(count)))
         step = bytes_of(lambda: shim(x).square().mean().backward())  # noqa: B023
         with torch.no_grad():
-            first, again = (bytes_of(lambda: shim(x)) for _ in range(2))  # noqa: B023
+            alone = bytes_of(lambda: shim(x))  # noqa: B023
         params = sum(p.nbytes for p in model.parameters())
         # Parameters out and gradients back, for all but the first device; inputs, outputs and the gradients of these.
         theirs = 2 * (count - 1) * params + 3 * x.nbytes * (count - 1) / count
-        figures = [nbytes / 1e6 for nbytes in (step, theirs, first, again)]
-        print(f"{count:8} {figures[0]:8.2f} {figures[1]:8.2f} {figures[2]:12.2f} {figures[3]:12.2f}")
+        figures = [nbytes / 1e6 for nbytes in (step, theirs, alone)]
+        print(f"{count:8} {figures[0]:8.2f} {figures[1]:8.2f} {figures[2]:8.2f}")
 
 
 def bytes_of(run: Callable[[], Any]) -> int:

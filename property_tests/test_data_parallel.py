@@ -72,7 +72,6 @@ def wrapped(draw: st.DrawFn) -> Case:
         ids,
         dim=dim,
         weights=shares,
-        buffers=draw(st.sampled_from(["first", "mean"])),
         executor=draw(executors()),
     )
     along = dim % 2

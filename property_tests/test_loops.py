@@ -94,7 +94,9 @@ def test_training_a_module_is_the_plain_loop(data: st.DataObject):
     def loss(params: Any, buffers: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         return apply((params, buffers), x, y)
 
-    step = fdp.value_and_grad(loss, has_aux=True, devices=where, executor=executor, in_dims=(None, None, 0, 0))
+    step = fdp.value_and_grad(
+        loss, has_aux=True, aux_dims="mean", devices=where, executor=executor, in_dims=(None, None, 0, 0)
+    )
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=RATE, momentum=MOMENTUM) for each in (model, plain))
     for number, count in enumerate(data.draw(st.lists(row_counts(slots, at_least=1), min_size=1, max_size=4))):
         batch = batch_of(count, number)

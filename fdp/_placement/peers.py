@@ -79,10 +79,6 @@ class PeerCall:
         """How many rows there are."""
         return own
 
-    def sizes(self, own: Sequence[int], pieces: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        """The rows of all shards; those of other processes are cut into `pieces`."""
-        return own
-
     def total(self, number: float, name: str) -> float:
         """The sum over all processes."""
         return number

@@ -12,13 +12,12 @@ from fdp._execution.executor import Mode
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.moves import promoted
-from fdp._placement.partition import pieces
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.sharded import leaf_tensors
 from fdp._placement.slot import AXES
 from fdp._transforms.accumulate import Gradients, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
-from fdp._transforms.aux_means import check_means
+from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import Call, bind
 from fdp._transforms.counts import Counts, weights_of
 from fdp._transforms.row_seed import with_rows
@@ -184,15 +183,12 @@ class Differentiation:
         loss = Joined(losses, self.reduction, weights.own, weights.whole, "loss")
         if not self.has_aux:
             return loss, None
-        if self.aux_dims is AUTO and outs and sizes is not None:  # what has rows is no mean, if nobody said that it is
-            every = call.peers.sizes(sizes, functools.partial(pieces, microbatches=self.microbatches))
-            check_means(outs[0].aux, outs[0].buffers, every, call.flats, self.where)
         rows, whole, hint = sizes, lambda: call.peers.rows(sum(sizes or ())), ""
         if self.aux_weight == "count" or (self.count is None and self.reduction == "mean"):
             rows, whole = weights.own, weights.whole
         if rows is None:
             hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
-        dims = "mean" if self.aux_dims is AUTO else self.aux_dims
+        dims = dims_of(outs[0].aux if outs else None, self.aux_dims, self.where)
         return loss, Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
 
     def positions(self, n_args: int) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from fdp._placement.planned_leaves import of_gradients as of_gradient_leaves
 from fdp._placement.planned_leaves import of_outputs
 from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import check_several, keyword_args, positional_args
+from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.differentiate import Differentiation
 from fdp._transforms.dry_run import Fakes
 from fdp._transforms.explained import Dry, Explained
 from fdp._trees.tree import Flat
-from fdp._trees.types import AUTO, Tree
+from fdp._trees.types import Tree
 
 
 def of_gradients(settings: Differentiation, args: tuple[Tree, ...], kwargs: Mapping[str, Tree]) -> Explained:
@@ -32,8 +33,8 @@ def of_gradients(settings: Differentiation, args: tuple[Tree, ...], kwargs: Mapp
         losses = [result[0] for result in results] if settings.has_aux else results
         yield from _by(settings.count is not None, of_outputs(losses, value, settings.reduction, joins, "loss"))
         if settings.has_aux:
-            dims = "mean" if settings.aux_dims is AUTO else settings.aux_dims
-            leaves = of_outputs([result[1] for result in results], aux, dims, joins, "aux")
+            auxes = [result[1] for result in results]
+            leaves = of_outputs(auxes, aux, dims_of(auxes[0], settings.aux_dims, settings.where), joins, "aux")
             yield from _by(settings.aux_weight == "count", leaves)
         for i in settings.positions(len(args)):
             yield from of_gradient_leaves(flats[i], plan.partition, joins)

@@ -81,10 +81,9 @@ def value_and_grad(
         reduction: `"mean"`: the loss is a mean over the rows of its batch. `"sum"`: a sum over them.
         count: If the loss is a mean over something else than rows, how many there are in a batch: called with the
             arguments of `fn`. For a mean over tokens that are not padding, their number.
-        aux_dims: How aux is joined, as out_dims in `dp_apply`. By default `"mean"`, and then a leaf whose dim 0 is as
-            long as the rows of a shard is an error, on one slot too: it may have a value for each row, which 0
-            concatenates. Buffers are means whatever their size: those that `functional` returned, and what has the name
-            and the shape of a tensor that comes in whole. With microbatches each of them counts as a shard.
+        aux_dims: How aux is joined, as out_dims in `dp_apply`: `"mean"` for new buffers and averages, 0 for rows. By
+            default leaves of 0 dims are means, and one with dims is an error that says what to write. With
+            microbatches each of them counts as a shard.
         aux_weight: What a shard counts in the mean of aux: its `"rows"`, or its `"count"`, as in the loss.
         create_graph: None: results are differentiable if grad mode is on and they depend on something that requires
             grad, as in torch.func. False: they are detached. True: keep the graph.
@@ -104,7 +103,7 @@ def value_and_grad(
         of a `Replicated` is a `Replicated`, with the whole gradient on each of its slots.
 
     Raises:
-        ValueError: No rows, or a count of zero in all; a loss that is not 0-dim; aux that has rows and no aux_dims;
+        ValueError: No rows, or a count of zero in all; a loss that is not 0-dim; aux with dims and no aux_dims;
             what `dp_apply` raises.
         TypeError: A leaf to differentiate in that is no floating-point tensor; a module instead of a function.
         RuntimeError: `fn` wrote in place to an argument.

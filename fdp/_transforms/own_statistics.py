@@ -2,6 +2,7 @@
 
 import contextvars
 import weakref
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,7 @@ BatchNormWarning.__module__ = "fdp.nn"
 
 FOUND: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("fdp_own_statistics", default=None)
 """Where these are written down in place of the warning."""
-_SAID: dict[int, weakref.ref[nn.Module]] = {}
+_SAID: dict[int, Any] = {}
 
 
 def may_take_own(part: nn.Module) -> bool:
@@ -42,8 +43,8 @@ def takes_own(part: nn.Module) -> bool:
 
 def say_own(module: nn.Module) -> None:
     """Say that a module has such parts, if it runs on several slots."""
-    key, found = id(module), FOUND.get()
-    if found is None and key in _SAID:
+    found = FOUND.get()
+    if found is None and id(module) in _SAID:
         return
     count = max((axis.slot.count for axis in AXES.get()), default=1)
     if count < 2:
@@ -51,12 +52,18 @@ def say_own(module: nn.Module) -> None:
     if found is not None:
         found.append(_text(module, count))
         return
-    own = weakref.ref(module, lambda _: _SAID.pop(key, None))
-    if _SAID.setdefault(key, own) is own:
+    say_once(_SAID, module, f"{_text(module, count)}. {_WAYS_OUT}", BatchNormWarning)
+
+
+def say_once(said: dict[int, Any], module: nn.Module, text: str, category: type[Warning]) -> None:
+    """Warn, unless it was `said` of this module before."""
+    key = id(module)
+    own = weakref.ref(module, lambda _: said.pop(key, None))
+    if said.setdefault(key, own) is own:
         try:
-            warn(f"{_text(module, count)}. {_WAYS_OUT}", BatchNormWarning, once_a_line=False)
-        except BatchNormWarning:  # it is an error here, in every call
-            _SAID.pop(key, None)
+            warn(text, category, once_a_line=False)
+        except category:  # it is an error here, in every call
+            said.pop(key, None)
             raise
 
 

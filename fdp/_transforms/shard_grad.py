@@ -10,7 +10,7 @@ import torch
 
 from fdp._placement.peers import PeerCall
 from fdp._transforms.call import Shard, call_shard
-from fdp._transforms.returned import noting
+from fdp._transforms.dropped_buffers import noting, say_dropped
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
 from fdp._trees.registry import flattened
@@ -56,11 +56,10 @@ class Inputs(NamedTuple):
 
 
 class Out(NamedTuple):
-    """What a function returned for a shard, and which leaves of aux are new buffers that `functional` returned."""
+    """What a function returned for a shard."""
 
     loss: torch.Tensor
     aux: Tree
-    buffers: frozenset[int] = frozenset()
 
 
 class ShardResult(NamedTuple):
@@ -109,7 +108,7 @@ def transformed(
         outs: list[Out] = run([functools.partial(_call, problem, *pair) for pair in zip(shards, trees, strict=True)])
         flat = flatten([out.aux for out in outs], "aux", where=problem.where)
         others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat.leaves]
-        plain[:] = [flat.structure, others, [out.buffers for out in outs]]
+        plain[:] = [flat.structure, others]
         counted = [out.loss for out, seed in zip(outs, seeds, strict=True) if seed != 0]  # the others are left out
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
         return [start, *peers.ends(), *counted], [*(out.loss for out in outs), *tensors]
@@ -122,14 +121,14 @@ def transformed(
         ends = roots[: len(roots) - len(given)]
         _, *grads = vjp([*ends, *map(torch.full_like, roots[len(ends) :], given)])
     values, found, each = rest[: len(shards)], iter(rest[len(shards) :]), iter(grads)
-    structure, others, buffers = plain
+    structure, others = plain
     auxes = unflatten(structure, [next(found) if other is None else other[0] for other in others])
     results = []
-    for own, loss, aux, noted in zip(inputs, values, auxes, buffers, strict=True):
+    for own, loss, aux in zip(inputs, values, auxes, strict=True):
         gradients: list[Any] = list(islice(each, len(own.leaves)))
         if create_graph is False:
             gradients, loss, aux = [x.detach() for x in gradients], loss.detach(), _detached(aux, problem.where)
-        results.append(ShardResult(Out(loss, aux, noted), own.cut(gradients)))
+        results.append(ShardResult(Out(loss, aux), own.cut(gradients)))
     return results
 
 
@@ -177,7 +176,7 @@ def joint(
     found, results = iter(grads), []
     for out, own in forwards:
         if not graph:  # without one the gradients are detached as they are
-            out = Out(out.loss.detach(), _detached(out.aux, where), out.buffers)
+            out = Out(out.loss.detach(), _detached(out.aux, where))
         results.append(ShardResult(out, own.cut(islice(found, len(own.leaves))), own.leaves if graph else ()))
     return results
 
@@ -229,14 +228,13 @@ def args_with(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> list[Tre
 
 def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
     shard = Shard(tuple(args_with(problem, shard, trees)), shard.kwargs)
-    if not problem.has_aux or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return _checked(problem, call_shard(problem.fn, shard))
     with noting() as returned:
         out = _checked(problem, call_shard(problem.fn, shard))
-    if not returned:
-        return out
-    leaves = enumerate(flatten(out.aux, "aux", where=problem.where).leaves)
-    return out._replace(buffers=frozenset(i for i, leaf in leaves if returned.get(id(leaf)) is leaf))
+    if returned:
+        say_dropped(returned, out.aux, problem.where)
+    return out
 
 
 def _checked(problem: Problem, out: Any) -> Out:

@@ -285,7 +285,6 @@ if TYPE_CHECKING:  # else what is derived from it has an unknown base
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
-get_privateuse1_backend_name = _use("torch._C._get_privateuse1_backend_name", "a backend in Python")
 OperatorBase = _use("torch._ops.OperatorBase", "operators may be shared by the clones of a module")
 OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "operators may be shared by the clones of a module")
 _builtins = _use("torch.jit._builtins", "torch.manual_seed is replaced, and scripts are to know it")

@@ -56,9 +56,6 @@ class MeshCall(Agreement, PeerCall):
     def rows(self, own: int) -> int:
         return sum(map(sum, self.table.sizes))
 
-    def sizes(self, own: Sequence[int], pieces: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        return self.table.pieces(pieces)
-
     def enter(self) -> None:
         self._check_transforms()
         if torch.is_grad_enabled():

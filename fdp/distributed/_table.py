@@ -1,7 +1,7 @@
 """Which process has which rows, once all have agreed on a call."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp._placement.slot import Slot
@@ -45,7 +45,3 @@ class Table(NamedTuple):
             )
             for slot in own
         ]
-
-    def pieces(self, cut: Callable[[int], Sequence[int]]) -> list[int]:
-        """The rows of all shards, each cut into pieces."""
-        return [piece for each in self.sizes for size in each for piece in cut(size)]

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ class DataParallel(nn.Module, Generic[M]):
 
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
-    A copy of a parameter that has no part in a gradient is used again until the parameter changes, which versions and
-    contents tell; the copies go with the first call that needs gradients, or with the wrapper.
-
     What forward puts into lists, dicts and sets of the module is there after the call, and an error under
     `executor="threads"`; attributes that it sets are lost. Objects of other classes that the module holds are shared:
     ask for no threads if forward writes to them.
@@ -61,8 +58,6 @@ class DataParallel(nn.Module, Generic[M]):
         output_device: Where outputs go, by default the first device.
         dim: The dimension of inputs that is split, and of outputs that is concatenated.
         weights: Relative rows of each slot. By default as `torch.chunk` cuts.
-        buffers: Which values the module's buffers have after a call: `"first"`, those of the first replica, or
-            `"mean"`, those of all replicas, weighted by rows.
         executor: `"sequential"`, `"threads"` or `"auto"`, as in `dp_apply`.
 
     Attributes:
@@ -93,11 +88,10 @@ class DataParallel(nn.Module, Generic[M]):
         dim: int = 0,
         *,
         weights: Sequence[float] | None = None,
-        buffers: Literal["first", "mean"] = "first",
         executor: Executor = "auto",
     ) -> None:
         super().__init__()
-        self._configure(module, device_ids, output_device, dim, weights, buffers, executor)
+        self._configure(module, device_ids, output_device, dim, weights, executor)
         if weights is None:
             warn_of_imbalance(self._devices)
         if len(self._devices) == 1:
@@ -110,7 +104,6 @@ class DataParallel(nn.Module, Generic[M]):
         output_device: DeviceLike | int | None,
         dim: int,
         weights: Sequence[float] | None,
-        buffers: str,
         executor: Executor,
         where: str = "DataParallel",
     ) -> None:
@@ -118,8 +111,6 @@ class DataParallel(nn.Module, Generic[M]):
             raise TypeError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
         check_executor(executor, where)
         check_dim(dim, where)
-        if buffers not in ("first", "mean"):
-            raise ValueError(f"{where}: buffers must be 'first' or 'mean', got {buffers!r}")
         devices = devices_of(device_ids, where)
         if len(devices) > 1 and isinstance(module, DataParallel | nn.DataParallel):
             raise TypeError(f"{where}: the module is a {type(module).__name__} already; pass its .module")
@@ -133,7 +124,6 @@ class DataParallel(nn.Module, Generic[M]):
             is_minus_one = output_device == -1 and not isinstance(output_device, bool)
             self.output_device = -1 if is_minus_one else index_of(as_target(output_device, where))
         self._weights = None if weights is None or not devices else check_weights(weights, len(devices), where)
-        self._buffers_from = buffers
         self._executor: Executor = executor
 
     @property
@@ -151,7 +141,7 @@ class DataParallel(nn.Module, Generic[M]):
             self._check_placement(chain(self.module.parameters(), self.module.buffers()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
-        with lending(self.module, self, self._buffers_from) as loan:
+        with lending(self.module) as loan:
             self._check_placement(chain(loan.params.values(), loan.buffers.values()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             if not args and not keywords:
@@ -159,7 +149,7 @@ class DataParallel(nn.Module, Generic[M]):
             replicas = self.replicate(self.module, self._ids_of(len(args), loan))
             outputs = self.parallel_apply(replicas, args, keywords)
             output = self.gather(outputs, cast(Any, self.output_device))
-            loan.write_back(replicas, self._where)
+            loan.write_back(replicas)
             del replicas  # which may then serve the next call
             return output
 
@@ -261,7 +251,7 @@ def data_parallel(
     """
     shim = DataParallel.__new__(DataParallel)
     nn.Module.__init__(shim)
-    shim._configure(module, device_ids, output_device, dim, None, "first", "auto", "data_parallel")
+    shim._configure(module, device_ids, output_device, dim, None, "auto", "data_parallel")
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
     return shim._run(args, kwargs) if shim.device_ids else module(*args, **kwargs)

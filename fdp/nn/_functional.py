@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fdp._transforms.dropped_buffers import note_changed
 from fdp._transforms.own_statistics import say_own
-from fdp._transforms.returned import note
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
@@ -18,6 +18,7 @@ from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
 from fdp.nn._contents import OF_PARAMETERS
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
+from fdp.nn._write_back import remember
 
 State: TypeAlias = tuple[Tensors, Tensors]
 
@@ -48,13 +49,12 @@ class Apply:
             say_own(module)
         try:
             if skeleton.trusted and not torch_private.has_any_global_hook():
-                out, new_buffers = _apply_clone(skeleton, pool, params, buffers, args, kwargs)
+                out, new_buffers = _apply_clone(module, skeleton, pool, params, buffers, args, kwargs)
             else:
                 out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
         except (TypeError, AttributeError) as error:
             note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
             raise
-        note(new_buffers.values())
         return out, new_buffers
 
 
@@ -101,6 +101,7 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     _check_module(module)
     params: Tensors = dict(module.named_parameters())
     buffers: Tensors = dict(module.named_buffers())
+    remember(module, params)
     if detach:
         params = {name: tensor.detach() for name, tensor in params.items()}
         buffers = {name: tensor.detach() for name, tensor in buffers.items()}
@@ -122,20 +123,28 @@ def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: An
 
 
 def _apply_clone(
-    skeleton: Skeleton, pool: list[Skeleton], params: Tensors, buffers: Tensors, args: Any, kwargs: Any
+    module: nn.Module,
+    skeleton: Skeleton,
+    pool: list[Skeleton],
+    params: Tensors,
+    buffers: Tensors,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Tensors]:
     held = False
     try:
         _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
         written = skeleton.slots.renormalised()
-        skeleton.slots.bind(_with_copies(params, buffers, written) if buffers or written else params)
+        bound = _with_copies(params, buffers, written) if buffers or written else params
+        skeleton.slots.bind(bound)
         out = skeleton.root(*args, **kwargs)
         new_buffers = skeleton.slots.bound(buffers) if buffers else {}
         held = is_held(skeleton)
         if versions:
             _check_versions(versions, skeleton.versions())
         _check_params(params, given)
+        note_changed(module, bound, new_buffers)
         return out, new_buffers
     finally:
         if not held:
@@ -157,6 +166,7 @@ def _apply_module(
         _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
         versions, given = skeleton.versions(), _versions(params)
         bound = _with_copies(params, buffers, skeleton.slots.renormalised())
+        copied = dict(bound)
         try:
             out = call_in_place(module, bound, args, kwargs)
         finally:
@@ -166,7 +176,9 @@ def _apply_module(
         _check_versions(versions, skeleton.versions())
         _check_params(params, given)
         # Where forward has deleted a buffer, torch leaves a mark of its own.
-        return out, {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
+        new_buffers = {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
+        note_changed(module, copied, new_buffers)
+        return out, new_buffers
 
 
 def _with_copies(params: Tensors, buffers: Tensors, written: Iterable[str]) -> Tensors:

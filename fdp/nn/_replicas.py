@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fdp._placement.partition import Partition
 from fdp._trees import torch_private
 from fdp.nn._bound_clone import Skeleton
-from fdp.nn._buffers import Buffer, write_first, write_means
-from fdp.nn._copies import Tensors, copies_of, kept_copies
+from fdp.nn._buffers import Buffer, write_first
+from fdp.nn._copies import Tensors, copies_of
 from fdp.nn._functional_call import call_in_place, clear, forget, in_place, is_held, keep, pool_of, take
-from fdp.nn._replicate import OF_REPLICAS, check_replicable, has_scripts, named_tensors, shallow
+from fdp.nn._replicate import OF_REPLICAS, check_replicable, named_tensors
 
 
 @final
@@ -50,8 +50,7 @@ class InPlace(nn.Module):
 class Replica:
     """A module that computes with other tensors than the one it stands for: those of its own, or copies.
 
-    It is a clone, which serves later calls too; where there are scripted modules, of which the C++ side cannot be bound
-    twice, a copy part by part; else the module in place.
+    It is a clone, which serves later calls too; else the module in place.
     """
 
     def __init__(
@@ -65,17 +64,14 @@ class Replica:
             made.mark(OF_REPLICAS)
             self.root = made.root
         else:
-            tensors = {**params, **copies}
-            self.root = shallow(module, tensors) if has_scripts(module) else InPlace(module, tensors, made)
+            self.root = InPlace(module, {**params, **copies}, made)
 
     def buffers_now(self) -> Iterator[Buffer]:
         """All buffers as they are now."""
-        if isinstance(self.root, InPlace):
+        if self.skeleton is None:
             yield from self.root.buffers_now()
             return
-        own = self.skeleton
-        pairs = own.pairs(self._module) if own else zip(self._module.modules(), self.root.modules(), strict=True)
-        for part, replica in pairs:
+        for part, replica in self.skeleton.pairs(self._module):
             for key, value in replica._buffers.items():
                 yield part, key, value
 
@@ -112,8 +108,8 @@ class Replica:
 class Loan:
     """The module's tensors, the plan, and the replicas that were made."""
 
-    def __init__(self, module: nn.Module, owner: nn.Module, buffers: str) -> None:
-        self.module, self._owner, self._takes = module, owner, buffers
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.plan: Partition | None = None
         self._replicas: dict[int, Replica] = {}  # by the id of what is called
         first = take(pool_of(module, of_replicas=True), module)
@@ -128,14 +124,13 @@ class Loan:
     def replicate(self, devices: tuple[torch.device, ...]) -> list[nn.Module]:
         """A replica for each device."""
         tensors = [*self.params.values(), *self.buffers.values()]
-        check_replicable(self.module, tensors, may_have_scripts=not self._has_clones)
+        check_replicable(self.module, tensors, "DataParallel", may_have_scripts=not self._has_clones)
         self._device = next((tensor.device for tensor in tensors), devices[0])
-        self._given = {id(buffer): buffer.detach().clone() for buffer in self.buffers.values()}
         made: list[nn.Module] = []
         own = [slot == 0 and device == self._device for slot, device in enumerate(devices)]
-        columns = kept_copies(self._owner, self.params, devices, own)
-        for device, is_own, params in zip(devices, own, columns, strict=True):
-            buffers = copies_of(self.buffers, device, always=not is_own or self._takes == "mean")
+        for device, is_own in zip(devices, own, strict=True):
+            params = self.params if is_own else copies_of(self.params, device)
+            buffers = copies_of(self.buffers, device, always=not is_own)
             replica = Replica(self.module, params, self.buffers, buffers, self._take())
             self._replicas[id(replica.root)] = replica
             made.append(replica.root)
@@ -159,19 +154,11 @@ class Loan:
         lent = [self._replicas[id(each)].skeleton for each in replicas if id(each) in self._replicas]
         return any(skeleton is not None and skeleton.contents.are_filled() for skeleton in lent)
 
-    def write_back(self, replicas: Sequence[nn.Module], where: str) -> None:
-        """Give the module's buffers the values that the first replica has, or the mean over all."""
-        lent = [self._replicas[id(replica)] for replica in replicas if id(replica) in self._replicas]
-        if self._takes == "mean":
-            weights = self._weights(len(replicas))
-            if len(lent) < len(replicas) or weights is None:
-                raise ValueError(
-                    f"{where}: buffers='mean' needs replicas of its own replicate, and inputs with equal rows that its "
-                    "own scatter has split. Call those of the superclass, or pass buffers='first'"
-                )
-            write_means(lent, self._given, weights, self._device, where)
-        elif self._has_buffers and id(replicas[0]) in self._replicas:  # else somebody else's, who shares them or not
-            write_first(lent[0], self._device)
+    def write_back(self, replicas: Sequence[nn.Module]) -> None:
+        """Give the module's buffers the values that the first replica has."""
+        first = self._replicas.get(id(replicas[0]))  # else somebody else's, who shares them or not
+        if self._has_buffers and first is not None:
+            write_first(first, self._device)
 
     def end(self) -> None:
         """Let go of everything."""
@@ -179,13 +166,6 @@ class Loan:
             keep(self._spare.pop(), self.module, of_replicas=True)
         while self._replicas:
             self._replicas.popitem()[1].end()
-
-    def _weights(self, replicas: int) -> Sequence[int] | None:
-        """Rows of each replica, None if they are not known."""
-        sizes = None if self.plan is None else self.plan.sizes
-        if sizes is None or len(sizes) != replicas:
-            return (1,) if replicas == 1 else None
-        return sizes if any(sizes) else (1,) * replicas
 
 
 _LOAN: "contextvars.ContextVar[Loan | None]" = contextvars.ContextVar("fdp_loan", default=None)
@@ -198,9 +178,9 @@ def current_loan(module: nn.Module) -> Loan | None:
 
 
 @contextlib.contextmanager
-def lending(module: nn.Module, owner: nn.Module, buffers: str) -> Iterator[Loan]:
-    """A loan for a call of its `owner`, which ends with it."""
-    loan = Loan(module, owner, buffers)
+def lending(module: nn.Module) -> Iterator[Loan]:
+    """A loan for a call, which ends with it."""
+    loan = Loan(module)
     token = _LOAN.set(loan)
     try:
         yield loan

@@ -37,7 +37,7 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
         `network`. The first holds the tensors of `network` itself, the others hold copies; `parameters()` has them all.
 
     Raises:
-        RuntimeError: Lazy parameters that have no shape yet, or a scripted module that holds a Python one.
+        RuntimeError: Lazy parameters that have no shape yet, or a scripted or traced module.
         ValueError: There is no such device.
     """
     if not isinstance(network, nn.Module):
@@ -45,7 +45,7 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
     chosen = devices if isinstance(devices, str | int | torch.device) else tuple(devices or ())
     if chosen == ():
         return []
-    check_replicable(network, named_tensors(network).values())
+    check_replicable(network, named_tensors(network).values(), "replicate")
     slots = as_devices(chosen, "replicate")
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         own = named_tensors(network)
@@ -54,9 +54,9 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
 
 def _replica(module: M, tensors: Tensors) -> M:
     """A module of the same class with other tensors."""
-    skeleton = None if has_scripts(module) else Skeleton(module, shares=True)
-    if skeleton is None or not skeleton.trusted:
-        return shallow(module, tensors)
+    skeleton = Skeleton(module, shares=True)
+    if not skeleton.trusted:
+        return _shallow(module, tensors)
     skeleton.slots.bind(tensors)
     skeleton.mark(OF_REPLICAS)
     root: Any = skeleton.root
@@ -68,25 +68,21 @@ def named_tensors(module: nn.Module) -> Tensors:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def check_replicable(module: nn.Module, tensors: Iterable[Tensor], *, may_have_scripts: bool = True) -> None:
-    """What cannot be replicated; the messages are torch's."""
-    if any(map(is_lazy, tensors)):
+def check_replicable(
+    module: nn.Module, tensors: Iterable[Tensor], where: str, *, may_have_scripts: bool = True
+) -> None:
+    """What cannot be replicated."""
+    if any(map(is_lazy, tensors)):  # the message is torch's
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
             "correctly initialize the modules"
         )
-    for script in filter(_is_script, module.modules()) if may_have_scripts else ():
-        if not all(map(_is_script, script.modules())):
-            raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-
-
-def has_scripts(module: nn.Module) -> bool:
-    """Whether some part is a scripted or traced module."""
-    return any(map(_is_script, module.modules()))
-
-
-def _is_script(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
+    for path, part in module.named_modules() if may_have_scripts else ():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"the module's {path!r}" if path else "the module"
+            raise RuntimeError(
+                f"{where}: {what} is scripted or traced, and cannot be replicated. Pass the Python module"
+            )
 
 
 def _zero_grad(set_to_none: bool = True) -> None:
@@ -98,8 +94,8 @@ _REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
 OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
 
 
-def shallow(module: M, tensors: Tensors) -> M:
-    """A copy part by part, each as it copies itself: scripted modules can be copied in no other way.
+def _shallow(module: M, tensors: Tensors) -> M:
+    """A copy part by part, each as it copies itself, as torch makes it: where a clone may lead back to the module.
 
     The copy of a compiled module is not compiled: what was compiled calls the original.
     """
@@ -109,15 +105,14 @@ def shallow(module: M, tensors: Tensors) -> M:
     copies: dict[nn.Module, Any] = {part: part._replicate_for_data_parallel() for part in parts}
     for part, replica in copies.items():
         for key, child in part._modules.items():
-            _put(replica, "_modules", key, None if child is None else copies[_inside(child)])
+            replica._modules[key] = None if child is None else copies[_inside(child)]
         for kind in ("_parameters", "_buffers"):
             for key, tensor in getattr(part, kind).items():
-                _put(replica, kind, key, None if tensor is None else by_id[id(tensor)])
-        if not _is_script(part):
-            vars(replica).pop("_compiled_call_impl", None)
-            for key, value in vars(replica).items():
-                if key.endswith("_hooks") and isinstance(value, dict):
-                    vars(replica)[key] = value.copy()
+                vars(replica)[kind][key] = None if tensor is None else by_id[id(tensor)]
+        vars(replica).pop("_compiled_call_impl", None)
+        for key, value in vars(replica).items():
+            if key.endswith("_hooks") and isinstance(value, dict):
+                vars(replica)[key] = value.copy()
     return copies[_inside(module)]
 
 
@@ -126,12 +121,3 @@ def _inside(module: nn.Module) -> nn.Module:
     while type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
         module = cast(nn.Module, module._modules["_orig_mod"])
     return module
-
-
-def _put(replica: nn.Module, kind: str, key: str, value: Any) -> None:
-    if not _is_script(replica):
-        vars(replica)[kind][key] = value
-    elif value is not None:
-        setattr(replica, key, value)
-        if kind == "_modules":  # else its tensors are not found by name
-            vars(replica._modules)["_python_modules"][key] = value

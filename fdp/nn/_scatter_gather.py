@@ -15,7 +15,6 @@ from fdp._placement.sharded import Slots
 from fdp._placement.split_dims import check_tracing, flatten_args, plan_args, rows_of
 from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import DeviceLike, Tree
-from fdp.nn._stores import with_stores, without_stores
 
 Inputs = tuple[tuple[Any, ...], ...]
 Keywords = tuple[dict[str, Any], ...]
@@ -98,9 +97,8 @@ def gather(outputs: Sequence[Tree], target_device: DeviceLike | int, dim: int = 
     {'x': tensor([0., 0., 1.]), 'name': 'a'}
 
     Args:
-        outputs: A tree for each device. Tensors are concatenated, 0-dim tensors make a vector. Objects that can be
-            iterated and hold tensors, such as a cache of keys and values, are joined part by part. Other values must
-            be equal and are returned once.
+        outputs: A tree for each device. Tensors are concatenated, 0-dim tensors make a vector. Other values must be
+            equal and are returned once.
         target_device: Where the result goes; an int is the index of an accelerator.
         dim: The dimension that is concatenated.
 
@@ -165,9 +163,7 @@ def join_outputs(outputs: Sequence[Tree], device: torch.device, dim: int, where:
     check_dim(dim, where)
     if any(tensor.ndim == 0 for tensor in tensors_in(outputs[0])):
         warnings.warn(_SCALARS.format(dim), stacklevel=3)
-    marked, stores = without_stores(outputs, device, dim, where)
-    joined = join(marked, lambda tensor: dim if tensor.ndim else "stack", None, device, "output", where, _HINT)
-    return with_stores(joined, stores)
+    return join(outputs, lambda tensor: dim if tensor.ndim else "stack", None, device, "output", where, _HINT)
 
 
 def _split(

@@ -1,5 +1,6 @@
 """What a step has computed, put where a module and its optimizer look: `set_grads`, `set_buffers`."""
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdp._placement.moves import is_expanded
+from fdp._placement.moves import is_expanded, layers
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import summary
 from fdp._trees import torch_private
@@ -44,7 +45,7 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
     Raises:
         TypeError: `module` is no module, or `grads` no dict of tensors.
         ValueError: Names are missing or unexpected; a shape, dtype or device is not that of the parameter; no
-            parameter requires a gradient.
+            parameter requires a gradient; parameters have other memory than when `functional` was called.
     """
     where = "set_grads"
     _check_kinds(module, grads, where, "the gradients")
@@ -56,10 +57,28 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
     _check_names("grads", grads, params, list(trained), where, what)
     found = {name: grad for name in trained if (grad := grads[name]) is not None}
     _check_tensors("grads", found, params, where, ("dtype", "shape", "device"))
+    before = _SEEN.get(id(module), (None, {}))[1]
+    moved = [name for name in found if before.get(name, own := _memory(params[name])) != own]
+    if moved:
+        raise ValueError(
+            f"{where}: the parameters {names(moved)} have other memory than when functional(module) was called, so the "
+            "gradients are of other tensors than an optimizer would update. After module.to(...), "
+            "load_state_dict(assign=True) and the like call functional(module) again"
+        )
     memory = Counter(map(_memory, [*found.values(), *params.values()]))
     for name, p in params.items():
         grad = found.get(name)
         p.grad = None if grad is None else _own(grad.detach(), p, alone=memory[_memory(grad)] == 1)
+
+
+_SEEN: dict[int, tuple[Any, dict[str, int]]] = {}
+
+
+def remember(module: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """`functional` has been called: gradients are those of parameters with this memory."""
+    key = id(module)
+    own = weakref.ref(module, lambda _: _SEEN.pop(key, None))
+    _SEEN[key] = own, {name: _memory(tensor) for name, tensor in params.items()}
 
 
 def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor], /) -> None:
@@ -146,7 +165,8 @@ def _seen(tensor: Tensor) -> str:
 
 
 def _memory(tensor: Tensor) -> int:
-    return id(tensor) if tensor.layout is not torch.strided else torch_private.storage(tensor)
+    inner = layers(tensor)[-1]
+    return id(inner) if inner.layout is not torch.strided else torch_private.storage(inner)
 
 
 @torch.no_grad()

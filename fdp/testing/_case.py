@@ -10,6 +10,7 @@ import torch
 
 from fdp._placement.slot import AXES, Axis, Slot
 from fdp._transforms.apply import dp_apply
+from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import Shard, call_shard
 from fdp._transforms.grad import value_and_grad
 from fdp._trees.tree import flatten
@@ -157,8 +158,7 @@ class Case(NamedTuple):
             return [("out", out, getattr(self.fn, "out_dims", 0) if self.out_dims is AUTO else self.out_dims)]
         if not self.loss.has_aux:
             return [("loss", out, self.loss.reduction)]
-        aux_dims = "mean" if self.loss.aux_dims is AUTO else self.loss.aux_dims
-        return [("loss", out[0], self.loss.reduction), ("aux", out[1], aux_dims)]
+        return [("loss", out[0], self.loss.reduction), ("aux", out[1], dims_of(out[1], self.loss.aux_dims, WHERE))]
 
     def _is_differentiated(self, leaf: Leaf) -> bool:
         return requires_grad(leaf.want) if self.loss is None else leaf.path == "loss"

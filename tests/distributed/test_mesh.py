@@ -364,7 +364,7 @@ def trained_by_torch(seat: Seat, name: str) -> Any:
     def update(params: Any, grads: Any) -> Any:
         return {name: p - 0.1 * grads[name] for name, p in params.items()}
 
-    step = fdp.value_and_grad(loss, has_aux=True, in_dims=(None, None, 0), **seat.on)
+    step = fdp.value_and_grad(loss, has_aux=True, aux_dims="mean", in_dims=(None, None, 0), **seat.on)
     optimizer, resident = torch.optim.SGD(model.parameters(), lr=0.1), fdp.replicate(params, seat.devices)
     for _ in range(3):
         x = seat.own(torch.arange(21.0, dtype=torch.float64).reshape(7, 3).sin())

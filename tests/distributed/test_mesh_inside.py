@@ -202,9 +202,9 @@ def normalised(seat: Seat) -> Any:
             out, buffers = apply((p, buffers), x)
             return (out.sum(1) - y).square().mean(), buffers
 
-        (error, buffers), grads = fdp.value_and_grad(value, has_aux=True, in_dims=(None, None, 0, 0), **seat.on)(
-            p, buffers, x, y
-        )
+        (error, buffers), grads = fdp.value_and_grad(
+            value, has_aux=True, aux_dims="mean", in_dims=(None, None, 0, 0), **seat.on
+        )(p, buffers, x, y)
         rows.append(out)
         whole.append((error, grads, buffers, {name: leaf.grad for name, leaf in leaves.items()}))
         p = {name: value - 0.1 * grads[name] for name, value in p.items()}
@@ -228,7 +228,7 @@ def trained(seat: Seat, steps: int) -> Any:
         out, buffers = apply((p, buffers), nn.functional.dropout(x, 0.2))
         return (out.sum(1) - y).square().mean(), buffers
 
-    step = fdp.value_and_grad(value, has_aux=True, in_dims=(None, None, 0, 0), seed=1, **seat.on)
+    step = fdp.value_and_grad(value, has_aux=True, aux_dims="mean", in_dims=(None, None, 0, 0), seed=1, **seat.on)
     values = []
     for _ in range(steps):
         (error, buffers), grads = step(p, buffers, x, y)

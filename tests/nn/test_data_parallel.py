@@ -95,7 +95,6 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "weights-zero": (lambda: wrong(mlp(), TWO, weights=[0, 0]), ValueError, "finite, not negative and not all"),
     "weights-negative": (lambda: wrong(mlp(), TWO, weights=[-1, 2]), ValueError, r"got \[-1.0, 2.0\]"),
     "weights-number": (lambda: wrong(mlp(), TWO, weights=2), TypeError, "must be a sequence of numbers.*got 2"),
-    "buffers": (lambda: wrong(mlp(), TWO, buffers="last"), ValueError, "must be 'first' or 'mean', got 'last'"),
     "executor": (lambda: wrong(mlp(), TWO, executor="fork"), ValueError, "no executor 'fork'; expected 'auto'"),
     "nested": (
         lambda: wrong(DataParallel(mlp(), TWO), TWO),

@@ -50,107 +50,16 @@ def test_buffers_are_those_of_the_first_replica(slots: int, rows: int, executor:
     assert all(now is buffers[name] for name, now in module.named_buffers())
 
 
-@each_executor
-@pytest.mark.parametrize("weights", [None, [1, 1, 1], [0, 1, 2]], ids=str)
-def test_buffers_may_be_the_mean_over_replicas_by_rows(weights: Any, executor: Any):
-    module, x = nn.BatchNorm1d(3).double(), numbers(8, 3)
-    parts = x.chunk(3) if weights is None else x.split([3, 3, 2] if weights[0] else [3, 5])
-    means, variances = (torch.zeros(3, dtype=torch.float64) for _ in range(2))
-    for part in parts:
-        one: Any = copy.deepcopy(module)
-        one(part)
-        means, variances = means + one.running_mean * len(part), variances + one.running_var * len(part)
-    with many_cores():
-        DataParallel(module, ["cpu"] * 3, weights=weights, buffers="mean", executor=executor)(x)
-    want = {"running_mean": means / 8, "running_var": variances / 8, "num_batches_tracked": torch.tensor(1)}
-    assert_close_tree(dict(module.named_buffers()), want)
-
-
-def test_the_mean_makes_running_statistics_those_of_the_batch():
-    """The mean over replicas of means is the mean of the batch: with the first replica's alone it is not."""
-    module, x = nn.BatchNorm1d(3, momentum=1.0).double(), numbers(7, 3)
-    DataParallel(module, TWO, buffers="mean")(x)
-    assert_close_tree(module.running_mean, x.mean(0))
-
-
-@pytest.mark.parametrize("buffers", ["first", "mean"])
-def test_in_evaluation_buffers_stay_bit_by_bit(buffers: Any):
+def test_in_evaluation_buffers_stay_bit_by_bit():
     module, x = nn.BatchNorm1d(3).double(), numbers(7, 3)
     module(x)
     module.running_mean[0], module.running_var[1] = float("nan"), -0.0  # pyright: ignore[reportOptionalSubscript]
     module.eval()
     before, versions = copy.deepcopy(module.state_dict()), [b._version for b in module.buffers()]
-    out = DataParallel(module, ["cpu"] * 3, buffers=buffers)(x)
+    out = DataParallel(module, ["cpu"] * 3)(x)
     assert_same_tree(module.state_dict(), before)
     assert [b._version for b in module.buffers()] == versions
     assert_close_tree(out, module(x))
-
-
-def test_integers_have_no_mean_but_may_agree():
-    def count(module: Keeps, x: Tensor) -> None:
-        module.buffer += len(x)
-
-    module = Keeps(count, torch.tensor(1))
-    shim = DataParallel(module, TWO, buffers="mean")
-    shim(numbers(4))
-    assert module.buffer == 3
-    message = r"DataParallel: the buffer 'buffer' is torch.int64, which has no mean.*buffers='first'"
-    with pytest.raises(ValueError, match=message):
-        shim(numbers(5))
-    assert module.buffer == 3
-    DataParallel(module, TWO)(numbers(5))
-    assert module.buffer == 6
-
-
-def test_a_mean_that_fails_writes_no_buffer_at_all():
-    class Both(nn.Module):
-        first: Tensor
-        second: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("first", torch.zeros((), dtype=torch.float64))
-            self.register_buffer("second", torch.tensor(0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.first += x.sum()
-            self.second += len(x)
-            return x
-
-    module = Both()
-    with pytest.raises(ValueError, match=r"the buffer 'second' is torch.int64"):
-        DataParallel(module, TWO, buffers="mean")(numbers(5))
-    assert (module.first.item(), module.second.item()) == (0, 0)
-
-
-def test_a_mean_of_buffers_that_all_have_a_new_shape():
-    module = Keeps(lambda module, x: setattr(module, "buffer", x.sum().expand(5).clone()), numbers(2))
-    DataParallel(module, TWO, buffers="mean")(numbers(4))
-    assert_close_tree(module.buffer, (numbers(4).sum() / 2).expand(5).clone())
-
-
-def test_a_mean_of_buffers_of_other_shapes_is_refused():
-    def rebind(module: Keeps, x: Tensor) -> None:
-        module.buffer = x.clone()
-
-    module = Keeps(rebind, numbers(2))
-    with pytest.raises(ValueError, match=r"DataParallel: the buffer 'buffer' .*shape"):
-        DataParallel(module, TWO, buffers="mean")(numbers(5))
-    assert_same_tree(module.buffer, numbers(2))
-
-
-@each_executor
-def test_a_call_that_fails_has_no_mean_to_write(executor: Any):
-    def write(module: Keeps, x: Tensor) -> None:
-        module.buffer.add_(1)
-        if 5 in x:
-            raise ValueError("five")
-
-    module = Keeps(write, numbers(2))
-    with many_cores(), pytest.raises(ValueError, match="five"):
-        DataParallel(module, TWO, buffers="mean", executor=executor)(torch.arange(6.0))
-    assert_same_tree(module.buffer, numbers(2))
-    assert module.buffer._version == 0
 
 
 WRITES: dict[str, Callable[[Keeps, Tensor], Any]] = {
@@ -280,59 +189,20 @@ def test_buffers_may_be_parts_of_others(written: str):
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr], ids=str)
-@pytest.mark.parametrize("buffers", ["first", "mean"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_buffers(layout: Any, buffers: Any):
+def test_sparse_buffers(layout: Any):
     module = nn.Linear(3, 3).double()
     dense = torch.eye(3).double().flip(0)
     module.register_buffer("mixing", dense if layout is torch.strided else dense.to_sparse(layout=layout))
     module.register_forward_hook(lambda module, args, out: (module.get_buffer("mixing") @ out.T).T)
     mixing = module.get_buffer("mixing")
-    assert_like_one_device(module, numbers(5, 3), buffers=buffers)
+    assert_like_one_device(module, numbers(5, 3))
     assert module.get_buffer("mixing") is mixing
 
 
-def test_outputs_that_cannot_be_joined_leave_no_mean():
+def test_no_rows_at_all():
     module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
-    module.register_forward_hook(lambda module, args, out: {len(out): out})
-    with pytest.raises(ValueError, match="shards differ in structure"):
-        DataParallel(module, TWO, buffers="mean")(numbers(5))
-    assert_same_tree(module.buffer, numbers(2))
-
-
-def test_means_need_the_rows_of_the_replicas():
-    class Mine(DataParallel):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-            return [(inputs[0][:1],), (inputs[0][1:],)], [{}, {}]
-
-    module = nn.BatchNorm1d(2, momentum=1.0).double().eval()
-    with pytest.raises(ValueError, match=r"DataParallel: buffers='mean' needs .*buffers='first'"):
-        Mine(module, TWO, buffers="mean")(numbers(4, 2))
-
-
-def test_means_need_arguments_with_equal_rows():
-    class Pair(Keeps):
-        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-            return super().forward(x)
-
-    module = Pair(lambda module, x: module.buffer.add_(1), numbers(2))
-    with pytest.raises(ValueError, match=r"DataParallel: buffers='mean' needs .* equal rows.*buffers='first'"):
-        DataParallel(module, TWO, buffers="mean")(numbers(4, 2), numbers(2))
-    DataParallel(module, TWO)(numbers(4, 2), numbers(2))
-    assert_same_tree(module.buffer, numbers(2) + 1)
-
-
-def test_without_rows_to_weigh_by_there_is_one_replica():
-    module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        DataParallel(module, TWO, buffers="mean")(torch.tensor(3.0))
-    assert_same_tree(module.buffer, numbers(2) + 1)
-
-
-@pytest.mark.parametrize("buffers", ["first", "mean"])
-def test_no_rows_at_all(buffers: Any):
-    module = Keeps(lambda module, x: module.buffer.add_(1), numbers(2))
-    DataParallel(module, TWO, buffers=buffers)(numbers(0, 3))
+    DataParallel(module, TWO)(numbers(0, 3))
     assert_close_tree(module.buffer, numbers(2) + 1)
 
 
@@ -401,4 +271,3 @@ def test_a_buffer_that_is_set_anew_leaves_the_old_one_alone():
     assert [count.item() for count in history] == [1, 2, 3]
     assert_same_tree(module.get_buffer("cache"), torch.ones(2))
     assert module.mask is None
-    DataParallel(Sets(), TWO, buffers="mean")(numbers(4))

@@ -38,7 +38,7 @@ TRIPS = {"pickle": lambda shim: pickle.loads(pickle.dumps(shim)), "deepcopy": co
 @pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
 def test_copies_and_files(trip: Any):
     module, x = mlp(), numbers(5, 3)
-    shim = DataParallel(module, ["cpu"] * 3, dim=0, weights=[1, 2, 1], buffers="mean", executor="threads")
+    shim = DataParallel(module, ["cpu"] * 3, dim=0, weights=[1, 2, 1], executor="threads")
     shim(x)
     again = trip(shim)
     assert type(again) is DataParallel

@@ -1,6 +1,8 @@
 """`set_grads` and `set_buffers`: a loop with torch.optim is the plain loop, bit by bit on one slot."""
 
+import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,7 +71,7 @@ def loop(model: nn.Module, devices: Any) -> Any:
         out, new = apply((params, buffers), x)
         return F.mse_loss(out, y), new
 
-    step = fdp.value_and_grad(loss, has_aux=True, in_dims=(None, None, 0, 0), devices=devices)
+    step = fdp.value_and_grad(loss, has_aux=True, aux_dims="mean", in_dims=(None, None, 0, 0), devices=devices)
     optimizer, scheduler = optimizer_of(model)
     seen = []
     for x, y in BATCHES:
@@ -247,3 +249,36 @@ def test_buffers_that_take_each_others_place():
     buffers = dict(model.named_buffers())
     fdp.set_buffers(model, {"a": buffers["b"], "b": buffers["c"], "c": buffers["a"]})
     assert_same_tree(dict(model.named_buffers()), {"a": old["b"], "b": old["c"], "c": old["a"]})
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "another dtype": lambda module: module.float(),
+    "assigned": lambda module: module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True),
+    "data": lambda module: setattr(next(module.parameters()), "data", numbers(2, 3)),
+    "another parameter": lambda module: setattr(module, "weight", nn.Parameter(numbers(2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_gradients_of_parameters_that_are_no_more_those_of_the_module(name: str):
+    """The tree that was differentiated stays as it is whatever the optimizer does: the loss would not go down."""
+    module = nn.Linear(3, 2).double()
+    apply, (params, _) = fdp.functional(module)
+    MOVES[name](module)
+    grads = fdp.grad(lambda params, x: apply((params, {}), x)[0].square().mean())(params, numbers(4, 3))
+    grads = {key: grad.to(module.weight.dtype) for key, grad in grads.items()}
+    with pytest.raises(ValueError, match=r"set_grads: .*'weight'.* other memory .* call functional\(module\) again"):
+        fdp.set_grads(module, grads)
+    assert all(p.grad is None for p in module.parameters())
+    apply, (params, _) = fdp.functional(module)
+    x = numbers(4, 3).to(module.weight.dtype)
+    fdp.set_grads(module, fdp.grad(lambda params, x: apply((params, {}), x)[0].square().mean())(params, x))
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_gradients_of_a_module_that_was_written_in_place():
+    module = nn.Linear(3, 2).double()
+    apply, (params, _) = fdp.functional(module)
+    module.load_state_dict(nn.Linear(3, 2).double().state_dict())
+    nn.init.ones_(module.weight)
+    fdp.set_grads(module, fdp.grad(lambda params, x: apply((params, {}), x)[0].mean())(params, numbers(4, 3)))

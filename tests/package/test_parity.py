@@ -76,7 +76,6 @@ PARITY: dict[str, str | tuple[str, ...]] = {
         "nn/test_replicate.py::test_the_first_replica_has_the_modules_own_tensors",
         "nn/test_data_parallel_buffers.py::test_buffers_are_those_of_the_first_replica",
         "nn/test_data_parallel_buffers.py::test_buffers_may_be_written_in_any_way",
-        "nn/test_data_parallel_buffers.py::test_a_call_that_fails_has_no_mean_to_write",
     ),
     "U26": (
         "nn/test_data_parallel_state.py::test_gradients_are_off_where_they_are_off",
@@ -218,10 +217,7 @@ PARITY: dict[str, str | tuple[str, ...]] = {
     ),
     "U76": "nn/test_replicate.py::test_lazy_modules",
     "U77": "nn/test_upstream_nn.py::test_graph_module_replicate_for_dp",
-    "U78": (
-        "nn/test_upstream_jit.py::test_data_parallel_of_scripts",
-        "nn/test_upstream_jit.py::test_script_module_with_a_python_child",
-    ),
+    "U78": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
     "U79": (
         "nn/test_replicate.py::test_lists_and_dicts_of_parameters",
         "nn/test_upstream_data_parallel.py::test_parameter_list_dict_replica",
@@ -245,10 +241,7 @@ PARITY: dict[str, str | tuple[str, ...]] = {
         "nn/test_data_parallel_hooks.py::test_hooks_run_once_a_replica_in_torch_s_order",
         "nn/test_data_parallel_hooks.py::test_hooks_of_the_wrapper_run_once",
     ),
-    "U96": (
-        "nn/test_data_parallel_buffers.py::test_buffers_are_those_of_the_first_replica",
-        "nn/test_data_parallel_buffers.py::test_buffers_may_be_the_mean_over_replicas_by_rows",
-    ),
+    "U96": "nn/test_data_parallel_buffers.py::test_buffers_are_those_of_the_first_replica",
     "U97": "nn/test_parallel_apply.py::test_random_numbers_come_from_the_generator_of_the_device",
     "U98": (
         "nn/test_upstream_nn.py::test_functional_call_with_data_parallel",
@@ -329,11 +322,11 @@ PARITY: dict[str, str | tuple[str, ...]] = {
         "nn/test_upstream_data_parallel.py::test_data_parallel_module_kwargs_only",
     ),
     # ---- test/jit/test_data_parallel.py
-    "T31": "nn/test_upstream_jit.py::test_python_submodule_script",
-    "T32": "nn/test_upstream_jit.py::test_shared_module",
-    "T33": "nn/test_upstream_jit.py::test_traced_module",
-    "T34": "nn/test_upstream_jit.py::test_tensor_sharing",
-    "T35": "nn/test_upstream_jit.py::test_tensor_sharing_with_forward",
+    "T31": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
+    "T32": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
+    "T33": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
+    "T34": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
+    "T35": "nn/test_upstream_jit.py::test_what_is_compiled_by_torch_jit_is_refused",
     # ---- test/test_cuda_multigpu.py: what fdp has for torch.nn.parallel.comm
     "T43": "nn/test_upstream_cuda_multigpu.py::test_broadcast",
     "T44": "nn/test_upstream_cuda_multigpu.py::test_broadcast_makes_no_copy_on_the_source",

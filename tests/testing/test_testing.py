@@ -126,7 +126,12 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "sum": (lambda *args: loss(*args) * len(args[1]), W, (X, Y), {"reduction": "sum"}),
     "count": (loss, W, (X, PADDED), {"count": valid, "order": 2}),
     "aux": (with_aux, W, (X, Y), {"has_aux": True, "aux_dims": {"right": "mean", "out": 0, "none": 0}}),
-    "buffers": (with_buffers, EVALUATED[1][0], (EVALUATED[1][1], X, Y), {"has_aux": True, "in_dims": (None, 0, 0)}),
+    "buffers": (
+        with_buffers,
+        EVALUATED[1][0],
+        (EVALUATED[1][1], X, Y),
+        {"has_aux": True, "aux_dims": "mean", "in_dims": (None, 0, 0)},
+    ),
     "few-rows": (loss, W, (X[:2], Y[:2])),
     "many-slots": (predict, W, X, {"slots": range(1, 9)}),
 }
@@ -426,7 +431,7 @@ def test_the_error_of_a_shard_is_the_cause(error: Exception):
         (TypeError, r"the function must return \(loss, aux\)", {"has_aux": True}),
         (
             ValueError,
-            r"dim 0 of aux\['out'\] of shape \(7, 2\) is as long as the 7 rows",
+            r"aux has dims, and aux_dims does not say what they are: aux\['out'\] of shape \(7, 2\)\.",
             {"fn": with_aux, "inputs": (X, Y), "has_aux": True},
         ),
         (ValueError, "the loss must be a 0-dim tensor", {"reduction": "mean"}),

@@ -1,6 +1,6 @@
-"""Aux of a loss under "mean": by what it is weighted, and what is no mean over shards."""
+"""Aux of a loss: what is a mean by default, by what it is weighted, and new buffers that are dropped."""
 
-import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fdp
+from fdp.nn import convert_sync_batchnorm
 from tests.common.comparing import assert_close_tree
 from tests.common.containers import Point
-from tests.common.depth import few
 from tests.common.numbers import numbers
 
 W, X, Y = numbers(4), numbers(8, 4), numbers(8)
@@ -24,7 +24,7 @@ def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return ((x @ w - y) ** 2).mean()
 
 
-# ---- what has rows is no mean
+# ---- what has dims is no mean by default
 
 
 @in_pieces
@@ -36,11 +36,10 @@ def test_rows_are_not_averaged(name: str, slots: int, microbatches: int):
     rows = 8 // (slots * microbatches)
     options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "microbatches": microbatches}
     message = (
-        rf"{name}: dim 0 of aux\['pred'\] of shape \({rows},\) is as long as the {rows} rows of a shard\. .*"
-        r"aux_dims=\{'loss': 'mean', 'mean': 'mean', 'pred': 0\} concatenates them.*aux_dims='mean'"
+        rf"{name}: aux has dims, and aux_dims does not say what they are: aux\['mean'\] of shape \(4,\), "
+        rf"aux\['pred'\] of shape \({rows},\)\. For new buffers and averages pass aux_dims='mean', for rows "
+        r"aux_dims=\{'loss': 'mean', 'mean': 0, 'pred': 0\}"
     )
-    if rows == 4:
-        message = rf"{name}: dim 0 of aux\['mean'\] of shape \(4,\), aux\['pred'\] of shape \(4,\) is as long"
     with pytest.raises(ValueError, match=message):
         getattr(fdp, name)(fn, **options)(W, X, Y)
     dims = {"pred": 0, "mean": "mean", "loss": "mean"}
@@ -64,7 +63,7 @@ ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_rows_in_any_tree_and_dtype(name: str, reduction: Any, slots: int):
     options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "reduction": reduction}
     for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):  # the second by torch.func
-        with mode, pytest.raises(ValueError, match=r"^grad: dim 0 of aux.* is as long as the \d rows of a shard"):
+        with mode, pytest.raises(ValueError, match=r"^grad: aux has dims, and aux_dims does not say"):
             fdp.grad(lambda w, x, y: (loss(w, x, y), ROWS[name](w, x)), **options)(W, X, Y)
 
 
@@ -77,79 +76,90 @@ def test_rows_that_are_said_to_be_a_mean_are_one():
         assert_close_tree(aux, {"features": X.mean(0)})
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
-def test_means_of_other_sizes_are_averaged(rows: int):
-    def fn(w: Tensor, x: Tensor, y: Tensor) -> Any:
-        return loss(w, x, y), (x.mean(0), x.mean(0, keepdim=True), x.mean())
-
-    for slots in (1, 2):
-        aux = fdp.grad(fn, has_aux=True, devices=fdp.virtual_devices(slots))(W, X[:rows], Y[:rows])[1]
-        assert_close_tree(aux, fn(W, X[:rows], Y[:rows])[1])
+# ---- new buffers of a module
 
 
-# ---- buffers are means, whatever their size
+class Other(nn.Module):
+    """Two batch norms, of which forward takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(x)
+        return x
 
 
-@dataclasses.dataclass
-class Log:
-    value: Tensor
-    buffers: Any
-
-
-NESTS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "alone": lambda buffers, value: buffers,
-    "pair": lambda buffers, value: (buffers, value),
-    "dict": lambda buffers, value: {"state": [buffers], "value": value},
-    "dataclass": lambda buffers, value: Log(value, buffers),
-    "renamed": lambda buffers, value: {f"net.{name}": buffer for name, buffer in buffers.items()},
-    "listed": lambda buffers, value: list(buffers.values()),
+Keep = Callable[[Tensor, Any], Any]
+RETURNED: dict[str, Keep] = {
+    "alone": lambda loss, new: (loss, new),
+    "pair": lambda loss, new: (loss, (new, loss)),
+    "detached": lambda loss, new: (loss, [{name: x.detach() for name, x in new.items()}]),
+    "some": lambda loss, new: (loss, {name: x for name, x in new.items() if "mean" in name}),
+}
+DROPPED: dict[str, Keep] = {
+    "none": lambda loss, new: (loss, {"loss": loss}),
+    "old": lambda loss, new: (loss, {name: torch.zeros_like(x) for name, x in new.items()}),
 }
 
 
-def normalised(features: int) -> tuple[Any, Any]:
-    return fdp.functional(nn.Sequential(nn.BatchNorm1d(features, dtype=torch.float64), nn.Flatten(0)))
-
-
-@few(2)
-@in_pieces
-@pytest.mark.parametrize("nest", NESTS)
-@pytest.mark.parametrize("inference", [False, True])
-def test_buffers_of_a_module_are_averaged(nest: str, slots: int, microbatches: int, inference: bool):
-    """Of as many features as a piece has rows, and captured, so that only `functional` knows them."""
-    features = 8 // (slots * microbatches)
-    if features == 1:
-        return  # batch norm needs two rows
-    apply, (params, buffers) = normalised(features)
-    x = numbers(8, features)
+def step_of(module: nn.Module, keep: Keep, inner: bool = False, **options: Any) -> Callable[[], Any]:
+    apply, (params, buffers) = fdp.functional(module)
 
     def fn(params: Any, x: Tensor) -> Any:
-        out, new_buffers = apply((params, buffers), x)
-        return out.square().mean(), NESTS[nest](new_buffers, out.mean())
+        out, new = apply((params, buffers), x)
+        return keep(out.square().mean(), new)
 
-    options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "microbatches": microbatches}
-    with torch.inference_mode(inference):
-        aux = fdp.grad(fn, **options)(params, x)[1]
-    said = fdp.grad(fn, aux_dims="mean", **options)(params, x)[1]
-    assert_close_tree(aux, said)
+    def nested(params: Any, x: Tensor) -> Any:
+        return torch.func.grad_and_value(fn, has_aux=True)(params, x)[1]
+
+    step = fdp.value_and_grad(nested if inner else fn, has_aux=True, aux_dims="mean", **options)
+    return lambda: step(params, X)
 
 
-@pytest.mark.parametrize("change", [torch.clone, torch.detach, torch.square])
-@pytest.mark.parametrize("replicated", [False, True])
-def test_state_that_comes_in_and_goes_out_is_averaged(change: Callable[[Tensor], Tensor], replicated: bool):
-    devices = fdp.virtual_devices(2)
-    apply, (params, buffers) = normalised(4)
-    if replicated:
-        buffers = fdp.replicate(buffers, devices)
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_new_buffers_that_are_returned_are_no_warning(name: str, slots: int, inner: bool):
+    module = convert_sync_batchnorm(Other()) if not inner else Other()
+    step = step_of(module, RETURNED[name], inner, devices=fdp.virtual_devices(slots))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fdp.nn.BatchNormWarning)
+        step()
 
-    def fn(params: Any, state: Any, x: Tensor) -> Any:
-        out, new_buffers = apply((params, state), x)
-        return out.square().mean(), {"state": {name: change(buffer) for name, buffer in new_buffers.items()}}
 
-    options: Any = {"has_aux": True, "devices": devices, "in_dims": (None, None, 0)}
-    aux = fdp.grad(fn, **options)(params, buffers, X)[1]
-    assert_close_tree(aux, fdp.grad(fn, aux_dims="mean", **options)(params, buffers, X)[1])
-    with pytest.raises(ValueError, match=r"dim 0 of aux\['pred'\]"):
-        fdp.grad(lambda p, s, x: (loss(W, x, x[:, 0]), {"pred": x}), **options)(params, buffers, X)
+@pytest.mark.parametrize("make", [Other, lambda: convert_sync_batchnorm(Other())], ids=["plain", "over all slots"])
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_new_buffers_that_are_dropped_are_a_warning_once(make: Any, name: str, slots: int):
+    module = make()
+    for microbatches in (1, 2):
+        step = step_of(module, DROPPED[name], devices=fdp.virtual_devices(slots), microbatches=microbatches)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.simplefilter("ignore", fdp.nn.BatchNormWarning)
+            step()
+            step()
+        texts = [str(each.message) for each in caught]
+        assert len(texts) == (microbatches == 1)
+        for text in texts:
+            assert text.startswith("value_and_grad: the loss does not return the new buffers of a Other in train mode:")
+            assert "'norms.0.running_mean'" in text
+            assert "has_aux=True and aux_dims='mean'" in text
+
+
+def test_a_loss_without_aux_drops_new_buffers():
+    module = nn.BatchNorm1d(4, dtype=torch.float64)
+    apply, (params, buffers) = fdp.functional(module)
+    step = fdp.grad(lambda params, x: apply((params, buffers), x)[0].square().mean(), devices="cpu")
+    with pytest.warns(UserWarning, match=r"grad: the loss does not return the new buffers of a BatchNorm1d"):
+        step(params, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(module.eval(), DROPPED["none"], devices="cpu")()
+        step_of(nn.Linear(4, 1).double(), DROPPED["none"], devices="cpu")()
 
 
 # ---- weights
@@ -207,5 +217,5 @@ def test_rows_that_are_not_known():
 
     options: Any = {"has_aux": True, "count": lambda w, x: 2}
     with pytest.raises(ValueError, match=r"rows of the shards are not known.*aux_weight='count'"):
-        fdp.grad(fn, **options)(W, each)
-    assert_close_tree(fdp.grad(fn, aux_weight="count", **options)(W, each)[1], X.sum() / 2)
+        fdp.grad(fn, aux_dims="mean", **options)(W, each)
+    assert_close_tree(fdp.grad(fn, aux_dims="mean", aux_weight="count", **options)(W, each)[1], X.sum() / 2)

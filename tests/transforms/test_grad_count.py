@@ -50,7 +50,13 @@ def test_a_shard_of_weight_0_is_left_out(slots: int, transformed: bool):
         value = weighted_loss(w, x, y, mask)
         return value, {"value": value * 2, "w": w * value}
 
-    options: Any = {"has_aux": True, "devices": fdp.virtual_devices(slots), "count": mask_sum, "aux_weight": "count"}
+    options: Any = {
+        "has_aux": True,
+        "devices": fdp.virtual_devices(slots),
+        "count": mask_sum,
+        "aux_weight": "count",
+        "aux_dims": "mean",
+    }
     with torch.inference_mode(transformed):
         (value, aux), grads = fdp.value_and_grad(fn, **options)(W, X, Y, mask)
     want = oracle(weighted_loss, W, X[:4], Y[:4], mask[:4])

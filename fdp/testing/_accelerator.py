@@ -41,11 +41,11 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
 
     What torch does not let a backend in Python have is missing: sparse, nested and quantized tensors, lazy modules (run
     them on the CPU once, then move them), `torch.Generator` for a virtual device (generators of the CPU are taken),
-    streams that run side by side, storage that can be looked at, DLPack, factories with `pin_memory=True`
-    (`x.pin_memory()` is a copy), functions as `map_location` of `torch.load`, and `torch.compile`. `ctc_loss` takes
-    lengths on the device only. Tied parameters come apart in `Module.to`: tie them afterwards. In a backward, what a
-    hook, a recomputed checkpoint or an operation on virtual tensors raises ends the process; an `autograd.Function` may
-    raise.
+    streams that run side by side, storage that can be looked at, DLPack, pinned memory, functions as `map_location` of
+    `torch.load`, and `torch.compile`. Autocast, `nn.LSTM`, `nn.GRU` and packed sequences raise here; try them with
+    `virtual_devices`, on the CPU. `ctc_loss` takes lengths on the device only. Tied parameters come apart in
+    `Module.to`: tie them afterwards. In a backward, what a hook, a recomputed checkpoint or an operation on virtual
+    tensors raises ends the process; an `autograd.Function` may raise.
 
     Args:
         count: Number of devices, at least 1.
@@ -77,7 +77,7 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
             raise RuntimeError(f"{where}: there is a real accelerator, {str(real)!r}; hide it from this process")
         virtual.create(count)
         backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
-        _kernels.extend(register())
+        _kernels.append(register())
         _follow_current_device()
         load_to_virtual_devices()
         _run_backward_in_calling_thread()

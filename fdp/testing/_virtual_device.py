@@ -115,5 +115,15 @@ def set_rng_state(state: torch.Tensor, device: _Device = None) -> None:
     default_generators[index_of(device)].set_state(state)
 
 
+class _NoAutocast(list[torch.dtype]):
+    """What `torch.autocast` looks for its dtype in, if it is switched on. It would cast nothing, and not say so."""
+
+    def __contains__(self, dtype: object) -> bool:
+        raise RuntimeError(
+            f"{NAME} devices have no autocast: try mixed precision on the CPU, by torch.autocast('cpu') around a call "
+            "with devices=fdp.virtual_devices(n)"
+        )
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16]
+    return _NoAutocast()

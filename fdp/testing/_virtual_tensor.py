@@ -45,8 +45,6 @@ class VirtualTensor(torch.Tensor):
         name = func._schema.name
         if name == "aten::copy_":
             return copy_into(*args, **(kwargs or {}))
-        if name == "aten::_pack_padded_sequence" and isinstance(args[1], VirtualTensor):
-            raise RuntimeError(f"lengths of packed sequences are to be on the CPU, not on {args[1].device}")
         if name == "aten::_to_copy":
             return _to_copy(*args, **(kwargs or {}))
         if _is_composite(func):  # met in inference mode, where autograd does not take it apart
@@ -146,9 +144,13 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.Tag.nondeterministic_seeded in func.tags and target.type == virtual.NAME:
         call, host_kwargs = _with_generator(func, args, host_kwargs, target)
     with torch._C._DisableAutocast():  # what is set for the CPU is not about this device
-        out = call(*host_args, **host_kwargs)
-    if func._schema.name == "aten::_pack_padded_sequence":
-        return _on(target, out[0]), out[1]  # sizes of batches stay on the CPU, as on CUDA
+        try:
+            out = call(*host_args, **host_kwargs)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{func}: {device} computes on the CPU, which has no kernel for it. Slots on the CPU need none: pass "
+                "devices=fdp.virtual_devices(n)"
+            ) from error
     written = _is_writing(func)
     if written:
         for tensor in held.values():
@@ -168,23 +170,18 @@ def _as_viewed(func: OpOverload, args: tuple[Any, ...]) -> contextlib.AbstractCo
 
 
 def _common_device(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The one device that all tensors are on; numbers in tensors of the CPU may go with them, as on CUDA."""
-    free = {id(x) for i in _MAY_BE_ON_CPU.get(func._schema.name, ()) for x in tree_iter(args[i])}
-    free &= {id(x) for x in tree_iter(args) if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+    """The one device that all tensors are on; numbers and indices of the CPU may go with them, as on CUDA."""
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
-    devices = {x.device for x in tensors if isinstance(x, VirtualTensor) or (x.dim() > 0 and id(x) not in free)}
+    indices = {id(x) for x in tree_iter(args[1])} if func._schema.name in _INDEXING else ()
+    free = {x for x in tensors if x.device.type == "cpu" and (x.dim() == 0 or id(x) in indices)}
+    devices = {x.device for x in tensors if x not in free}
     if len(devices) > 1 or not all(isinstance(x, VirtualTensor) for x in _written(func, args, kwargs)):
         found = sorted({str(x.device) for x in tensors})
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {', '.join(found)}")
     return next(iter(devices))
 
 
-# Indices and lengths, by the positions of their arguments.
-_MAY_BE_ON_CPU = {
-    **{f"aten::{name}": (1,) for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")},
-    "aten::_pack_padded_sequence": (1,),
-    "aten::_pack_padded_sequence_backward": (2,),
-}
+_INDEXING = {f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")}
 
 
 @functools.cache
@@ -213,10 +210,9 @@ def _take_over_shape(tensor: VirtualTensor) -> None:
 
 
 def _host_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a factory, for the held tensor. Pinned memory is for the host of a real accelerator only."""
+    """Options of a factory, for the held tensor."""
     device = options.get("device")
-    here = {"device": device if device is None or device.type != virtual.NAME else CPU, "pin_memory": False}
-    return {name: here.get(name, value) if value is not None else None for name, value in options.items()}
+    return options if device is None or device.type != virtual.NAME else options | {"device": CPU}
 
 
 # ---- random numbers

@@ -1,8 +1,7 @@
 """The command line: `doctor` runs its checks one by one and prints what they find."""
 
 import argparse
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,35 +27,29 @@ def run(arguments: Sequence[str], version: str) -> int:
     doctor.add_argument("--devices", metavar="LIST", help=names)
     options = root.parse_args(arguments)
     try:
-        devices = _devices(options.devices)
+        names = options.devices and [int(name) if name.isdecimal() else name for name in options.devices.split(",")]
+        devices = list(dict.fromkeys(as_devices(names, "--devices")))
     except (TypeError, ValueError) as error:
         doctor.error(str(error))
-    found: list[Result] = []
-    for result in _diagnose(devices, version):
-        print(result, flush=True)
-        found.append(result)
-    return int(any(result.status == "failed" for result in found))
+    return int(_diagnose(devices, version))
 
 
-def _devices(names: str | None) -> list[torch.device]:
-    """Each device once."""
-    listed = None if names is None else [name.strip() for name in names.split(",")]
-    given = listed and [int(name) if name.isdecimal() else name for name in listed]
-    return list(dict.fromkeys(as_devices(given, "--devices")))
-
-
-def _diagnose(devices: Sequence[torch.device], version: str) -> Iterator[Result]:
-    """Run the checks one by one. A check that raises has failed, and the others go on."""
+def _diagnose(devices: Sequence[torch.device], version: str) -> bool:
+    """Run the checks one by one; whether one has failed. One that raises has failed, and the others go on."""
     checks: dict[str, Callable[[], Result]] = {
-        "versions": functools.partial(check_versions, version),
-        "devices": functools.partial(check_devices, devices),
-        "copies": functools.partial(check_copies, devices),
+        "versions": lambda: check_versions(version),
+        "devices": lambda: check_devices(devices),
+        "copies": lambda: check_copies(devices),
         "threads": check_threads,
     }
+    failed = False
     for name, check in checks.items():
         try:
-            yield check()
+            result = check()
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             advice = "the error is torch's or the driver's unless its message names fdp: look there first"
-            yield Result(name, "failed", text, advice)
+            result = Result(name, "failed", text, advice)
+        print(result, flush=True)
+        failed |= result.status == "failed"
+    return failed

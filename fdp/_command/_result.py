@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Status = Literal["ok", "warning", "failed"]
-
 
 class Result(NamedTuple):
     """What one check has found.
@@ -18,7 +16,7 @@ class Result(NamedTuple):
     """
 
     name: str
-    status: Status
+    status: Literal["ok", "warning", "failed"]
     summary: str
     advice: str = ""
     lines: Sequence[str] = ()

@@ -23,8 +23,7 @@ def check_versions(fdp: str) -> Result:
         if numbers(found[name]) < (major, minor):
             return Result("versions", "failed", summary, f"fdp needs {name} {major}.{minor} or newer: upgrade it")
     if numbers(found["torch"]) > TESTED:
-        newest = ".".join(map(str, TESTED))
-        advice = f"fdp was tested up to torch {newest}: run your tests, or install that version"
+        advice = f"fdp was tested up to torch {TESTED[0]}.{TESTED[1]}: run your tests, or install that version"
         return Result("versions", "warning", summary, advice)
     return Result("versions", "ok", summary)
 

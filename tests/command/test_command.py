@@ -74,7 +74,7 @@ def test_module_runs_and_the_package_does_not_import_it():
 def test_a_machine_that_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "__version__", "2.13.0")
-    assert command("doctor", "--devices", "cpu, cpu") == 0
+    assert command("doctor", "--devices", "cpu,cpu") == 0
     found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert [line.split()[:2] for line in found] == [
         ["ok", name] for name in ("versions", "devices", "copies", "threads")

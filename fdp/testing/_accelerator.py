@@ -22,8 +22,10 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
 
     Code for several GPUs then runs without one, with real values: `torch.accelerator` finds the devices, tensors live
     on one of them, and an operation that is given tensors of two is an error. Every device has a random generator of
-    its own, and every thread its current device. An operation is done when it returns, and a backward runs in the
-    thread that starts it: about speed, and about what happens in which order on a GPU, it says nothing.
+    its own, and every thread its current device. While an operation draws, the CPU's generator stands in for that one:
+    what another thread draws on the CPU at that moment may come again. An operation is done when it returns, and a
+    backward runs in the thread that starts it: about speed, and about what happens in which order on a GPU, it says
+    nothing.
 
     It lasts until the process ends. For tests, let them have a process of their own.
 

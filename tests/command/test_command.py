@@ -5,6 +5,7 @@ import sysconfig
 import tomllib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,15 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
     result = _hardware.check_devices([CPU])
     assert (result.status, result.lines[1]) == ("failed", "cpu: a product of matrices is wrong")
     assert "do not use cpu" in result.advice
+
+
+def test_what_is_said_of_a_device(monkeypatch: pytest.MonkeyPatch):
+    modules: Any = {
+        "cuda": SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(name="X", total_memory=2**34))
+    }
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules.get(device.type))
+    assert _hardware.described(torch.device("cuda:1")) == "X, 16.0 GiB"
+    assert _hardware.described(torch.device("mps")) == "mps"
 
 
 def test_copies_on_the_cpu():

@@ -1,70 +1,55 @@
-"""The parser, and what all commands have in common: exit codes, an interrupt, a reader that has gone."""
+"""The command line: `doctor` runs its checks one by one and prints what they find."""
 
 import argparse
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from fdp._command import _check, _doctor
-from fdp._command._results import Unusable
+import torch
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
-NO_READER = 141  # 128 + SIGPIPE
+from fdp._command._copies import check_copies
+from fdp._command._hardware import check_devices, check_threads
+from fdp._command._result import Result
+from fdp._command._versions import check_versions
+from fdp._placement.devices import as_devices
 
-_EPILOG = """\
-exit codes:
-  0    everything is fine
-  1    a check failed, or a function differs
-  2    the command line is wrong, or what it names cannot be run
-  130  interrupted by Ctrl-C"""
+_DOCTOR = """\
+Look at this machine: versions, devices, whether copies between every two devices arrive as they were, threads and
+cores. It takes a few seconds. The exit code is 0 if nothing has failed, 1 if a check has failed, and 2 if the command
+line is wrong."""
 
 
 def run(arguments: Sequence[str], version: str) -> int:
     """Run a command and return its exit code."""
-    if sys.stdout is None:  # closed
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        code = _run(arguments, version)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes at exit once more, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
-    except OSError as error:  # a full disk, behind the standard output
-        print(f"python -m fdp: {error}", file=sys.stderr)
-        return 2
-
-
-def parser(version: str) -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    root = argparse.ArgumentParser(
-        prog="python -m fdp",
-        description="Data parallelism for PyTorch as a pure function: look at this machine, and at functions of yours.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    root = argparse.ArgumentParser(prog="python -m fdp", description="Data parallelism for PyTorch as a pure function.")
     root.add_argument("--version", action="version", version=f"fdp {version}")
-    commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (_doctor, _check):
-        module.add_to(commands)
-    return root
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor = commands.add_parser("doctor", help="look at this machine", description=_DOCTOR)
+    names = "devices to look at, by default all: cuda:0,cuda:1 or 0,1 or cpu"
+    doctor.add_argument("--devices", metavar="LIST", help=names)
+    options = root.parse_args(arguments)
+    try:
+        names = options.devices and [int(name) if name.isdecimal() else name for name in options.devices.split(",")]
+        devices = list(dict.fromkeys(as_devices(names, "--devices")))
+    except (TypeError, ValueError) as error:
+        doctor.error(str(error))
+    return int(_diagnose(devices, version))
 
 
-def _run(arguments: Sequence[str], version: str) -> int:
-    root = parser(version)
-    try:
-        options = root.parse_args(arguments, argparse.Namespace(version=version))
-    except SystemExit as end:  # after --help, --version or a wrong argument
-        return end.code if isinstance(end.code, int) else 2
-    if options.command is None:
-        root.print_help()
-        return 2
-    try:
-        return options.run(options)
-    except Unusable as error:
-        print(f"python -m fdp {options.command}: {error}", file=sys.stderr)
-        return 2
+def _diagnose(devices: Sequence[torch.device], version: str) -> bool:
+    """Run the checks one by one; whether one has failed. One that raises has failed, and the others go on."""
+    checks: dict[str, Callable[[], Result]] = {
+        "versions": lambda: check_versions(version),
+        "devices": lambda: check_devices(devices),
+        "copies": lambda: check_copies(devices),
+        "threads": check_threads,
+    }
+    failed = False
+    for name, check in checks.items():
+        try:
+            result = check()
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            advice = "the error is torch's or the driver's unless its message names fdp: look there first"
+            result = Result(name, "failed", text, advice)
+        print(result, flush=True)
+        failed |= result.status == "failed"
+    return failed

@@ -2,64 +2,36 @@
 
 import platform
 import re
-import sys
-from collections.abc import Mapping
 from importlib import metadata
 
 import torch
 
-from fdp._command._results import Result, Status
+from fdp._command._result import Result
 
-# pyproject.toml and .ci/constraints.txt say the same: tests/command/test_command.py compares.
+# pyproject.toml and docs/explanation/compatibility.md say the same: tests/command/test_command.py compares.
 OLDEST = {"python": (3, 11), "torch": (2, 11), "optree": (0, 14)}
 TESTED = (2, 15)  # the newest torch that the tests have run with
 
 
 def check_versions(fdp: str) -> Result:
     """What is installed, and whether it is too old, or newer than what was tested."""
-    python = platform.python_version()
-    found = {"fdp": fdp, "torch": str(torch.__version__), "optree": _installed("optree"), "python": python}
-    status, advice = judge(found)
+    found = {"fdp": fdp, "torch": str(torch.__version__), "optree": metadata.version("optree")}
+    found["python"] = platform.python_version()
     summary = ", ".join(f"{name} {version}" for name, version in found.items())
-    system = f"{platform.system()} {platform.machine()}"
-    details = found | {"platform": platform.platform(), "executable": sys.executable}
-    return Result("versions", status, f"{summary}, {system}", advice, details=details)
+    summary += f", {platform.system()} {platform.machine()}"
+    for name, (major, minor) in OLDEST.items():
+        if numbers(found[name]) < (major, minor):
+            return Result("versions", "failed", summary, f"fdp needs {name} {major}.{minor} or newer: upgrade it")
+    if numbers(found["torch"]) > TESTED:
+        advice = f"fdp was tested up to torch {TESTED[0]}.{TESTED[1]}: run your tests, or install that version"
+        return Result("versions", "warning", summary, advice)
+    return Result("versions", "ok", summary)
 
 
-def judge(found: Mapping[str, str]) -> tuple[Status, str | None]:
-    """The status of versions by name, and what to do.
+def numbers(version: str) -> tuple[int, ...]:
+    """Major and minor, to compare with.
 
-    >>> judge({"torch": "2.13.1+cpu"})
-    ('ok', None)
-    >>> judge({"torch": "2.4.0"})
-    ('failed', 'fdp needs torch 2.11 or newer: upgrade it')
+    >>> numbers("2.13.1+cpu")
+    (2, 13)
     """
-    for name, oldest in OLDEST.items():
-        if name in found and is_older(found[name], oldest):
-            return "failed", f"fdp needs {name} {_text(oldest)} or newer: upgrade it"
-    newest = _numbers(found.get("torch", ""))
-    if newest is not None and newest > TESTED:
-        return "warning", f"fdp was tested up to torch {_text(TESTED)}; run your tests, or install that version"
-    return "ok", None
-
-
-def is_older(version: str, oldest: tuple[int, int]) -> bool:
-    """Whether a version comes before another."""
-    numbers = _numbers(version)
-    return numbers is not None and numbers < oldest
-
-
-def _numbers(version: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return None if match is None else (int(match[1]), int(match[2]))
-
-
-def _text(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

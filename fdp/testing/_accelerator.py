@@ -3,15 +3,15 @@
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
 
+from fdp._placement.devices import available_devices
 from fdp.testing import _virtual_device as virtual
-from fdp.testing._virtual_kernels import register
-from fdp.testing._virtual_storage import load_to_virtual_devices
+from fdp.testing._virtual_tensor import VirtualTensor, copy_into
 
 _INSTALLING = threading.Lock()
 _kernels: list[torch.library.Library] = []
@@ -22,8 +22,10 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
 
     Code for several GPUs then runs without one, with real values: `torch.accelerator` finds the devices, tensors live
     on one of them, and an operation that is given tensors of two is an error. Every device has a random generator of
-    its own, and every thread its current device. An operation is done when it returns, and a backward runs in the
-    thread that starts it: about speed, and about what happens in which order on a GPU, it says nothing.
+    its own, and every thread its current device. While an operation draws, the CPU's generator stands in for that one:
+    what another thread draws on the CPU at that moment may come again. An operation is done when it returns, and a
+    backward runs in the thread that starts it: about speed, and about what happens in which order on a GPU, it says
+    nothing.
 
     It lasts until the process ends. For tests, let them have a process of their own.
 
@@ -41,11 +43,11 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
 
     What torch does not let a backend in Python have is missing: sparse, nested and quantized tensors, lazy modules (run
     them on the CPU once, then move them), `torch.Generator` for a virtual device (generators of the CPU are taken),
-    streams that run side by side, storage that can be looked at, DLPack, factories with `pin_memory=True`
-    (`x.pin_memory()` is a copy), functions as `map_location` of `torch.load`, and `torch.compile`. `ctc_loss` takes
-    lengths on the device only. Tied parameters come apart in `Module.to`: tie them afterwards. In a backward, what a
-    hook, a recomputed checkpoint or an operation on virtual tensors raises ends the process; an `autograd.Function` may
-    raise.
+    streams that run side by side, storage that can be looked at, DLPack, pinned memory, functions as `map_location` of
+    `torch.load`, and `torch.compile`. Autocast, `nn.LSTM`, `nn.GRU` and packed sequences raise here; try them with
+    `virtual_devices`, on the CPU. `ctc_loss` takes lengths on the device only. Tied parameters come apart in
+    `Module.to`: tie them afterwards. In a backward, what a hook, a recomputed checkpoint or an operation on virtual
+    tensors raises ends the process; an `autograd.Function` may raise.
 
     Args:
         count: Number of devices, at least 1.
@@ -64,7 +66,7 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
     with _INSTALLING:
         if _kernels:
             if count == virtual.device_count():
-                return _devices()
+                return available_devices()
             raise RuntimeError(
                 f"{where}: installed with {virtual.device_count()} devices already, which a process cannot change; "
                 f"start another one for {count}"
@@ -77,15 +79,47 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
             raise RuntimeError(f"{where}: there is a real accelerator, {str(real)!r}; hide it from this process")
         virtual.create(count)
         backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
-        _kernels.extend(register())
+        _kernels.append(_kernels_without_a_tensor())
         _follow_current_device()
-        load_to_virtual_devices()
+        torch.serialization.register_package(0, lambda storage: None, _placed)
         _run_backward_in_calling_thread()
-    return _devices()
+    return available_devices()
 
 
-def _devices() -> tuple[torch.device, ...]:
-    return tuple(torch.device(virtual.NAME, i) for i in range(virtual.device_count()))
+def _kernels_without_a_tensor() -> torch.library.Library:
+    """The kernels that have no tensor to start from: whatever else makes one is made of these."""
+    aten, ops = torch.library.Library("aten", "IMPL"), cast(Any, torch.ops.aten)
+    factories = {
+        "empty.memory_format": ops.empty.memory_format,
+        "empty_strided": ops.empty_strided.default,
+        "_efficientzerotensor": ops.zeros.default,
+    }
+    for name, factory in factories.items():
+        aten.impl(name, functools.partial(_make, factory), "PrivateUse1")
+    aten.impl("_copy_from", lambda source, target, _=False: copy_into(target, source), "PrivateUse1")  # torch.tensor(…)
+    return aten
+
+
+def _make(factory: Callable[..., torch.Tensor], *args: Any, device: torch.device, **options: Any) -> torch.Tensor:
+    return VirtualTensor(factory(*args, device="cpu", **options), virtual.resolve(device))
+
+
+class _Placed(torch.UntypedStorage):
+    """Storage of the CPU for a tensor on a virtual device: what `torch.load` makes tensors of."""
+
+    place: torch.device
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.place
+
+
+def _placed(storage: Any, location: str) -> Any:
+    if torch.device(location).type != virtual.NAME:
+        return None
+    storage.__class__ = _Placed
+    storage.place = virtual.resolve(location)
+    return storage
 
 
 def _follow_current_device() -> None:
@@ -107,17 +141,14 @@ def _follow_current_device() -> None:
 def _on_current_device(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def resolved(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = _resolve(kwargs["device"])
-        return function(*map(_resolve, args), **kwargs)
+        return function(*map(_resolve, args), **{name: _resolve(value) for name, value in kwargs.items()})
 
     return resolved
 
 
 def _resolve(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return virtual.resolve(value) if value.index is None else value
-    return virtual.resolve(value) if isinstance(value, str) and value == virtual.NAME else value
+    is_current = isinstance(value, str | torch.device) and str(value) == virtual.NAME
+    return virtual.resolve(value) if is_current else value
 
 
 def _run_backward_in_calling_thread() -> None:

@@ -1,16 +1,17 @@
 """The law of data parallelism, checked for a user's function on sample arguments."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fdp._placement.devices import as_devices, virtual_devices
-from fdp._transforms.arguments import check_function
+from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
+from fdp._trees.listing import listed
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
-from fdp.testing._case import WHERE, Case, CheckedRun, Loss, Way
-from fdp.testing._check import check, check_unwritten
-from fdp.testing._compare import Tolerance
-from fdp.testing._sample import Sample
+from fdp.testing._case import WHERE, Case, CheckedRun, Way
+from fdp.testing._causes import agrees_in_sequence, cause_of
+from fdp.testing._sample import Arguments, Sample
 
 
 def assert_data_parallel(
@@ -31,7 +32,6 @@ def assert_data_parallel(
     weights: Sequence[float] | None = None,
     executors: Sequence[Executor] = ("sequential", "threads"),
     devices: Devices = None,
-    order: int = 1,
     dtype: torch.dtype | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -48,7 +48,7 @@ def assert_data_parallel(
     >>> assert_data_parallel(lambda w, x: (x @ w).softmax(0), w, x)
     Traceback (most recent call last):
     AssertionError: assert_data_parallel: out differs on 2 slots, executor 'sequential', from one call with all 7 rows:
-    it is ... Usual cause: rows that see each other: ...
+    ... Usual cause: rows that see each other: ...
 
     `fn` is taken for a loss if its output is a 0-dim float and nothing says how to join it (neither `out_dims` nor
     `fn.out_dims`), or if `has_aux`, `reduction` or `count` is given; else for a function to `dp_apply`. The gradients
@@ -56,9 +56,9 @@ def assert_data_parallel(
     the floating-point leaves of `params` and of the inputs that are split along a dimension; those that a function to
     `dp_apply` cannot be differentiated in, such as the running statistics of a BatchNorm, are left out.
 
-    All runs get copies of the tensors and arrays, and a write in place to them is found however it was made: through
-    `.data`, by numpy, to inference tensors. What `fn` reaches in other ways, such as a module that it closes over, is
-    not watched. torch's generators are left as they are. A batch shows what it can show: take a few rows more than
+    All runs get copies of the tensors, and a write in place to them is found however it was made: through `.data`, by
+    numpy, to inference tensors. What `fn` reaches in other ways, such as a numpy array or a module that it closes over,
+    is not watched. torch's generators are left as they are. A batch shows what it can show: take a few rows more than
     slots, which the slots do not divide, and different kinds of rows, such as some with padding.
 
     Args:
@@ -71,7 +71,6 @@ def assert_data_parallel(
         executors: Which executors to try.
         devices: Try these at the end too, one per slot; copies of the sample are on the first of them in all runs. By
             default all slots are on the device of the sample.
-        order: 2 compares second derivatives too, as Hessian-vector products.
         dtype: Convert floating-point arguments to this; `torch.float64` tells mistakes from rounding best, where
             `fn` has no tensors of its own in another. By default they stay as they are.
         rtol, atol: Tolerances, both or none. By default those of `torch.testing.assert_close` for the dtype of each
@@ -87,28 +86,38 @@ def assert_data_parallel(
         TypeError: The same.
     """
     check_function(fn, WHERE)
-    tolerance = _checked(slots, executors, order, dtype, rtol, atol)
+    if isinstance(slots, int | str) or not slots or any(type(n) is not int or n < 1 for n in slots):
+        raise ValueError(f"{WHERE}: slots must be a sequence of positive numbers of slots, got {slots!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{WHERE}: dtype must be a real floating-point dtype, got {dtype!r}")
+    if (rtol is None) != (atol is None):
+        raise ValueError(f"{WHERE}: pass both rtol and atol, or none of them")
+    tolerance = None if rtol is None or atol is None else (rtol, atol)
     across = () if devices is None else as_devices(devices, WHERE)
     most = max(*slots, len(across))
     if weights is not None and len(weights) < most:
         raise ValueError(f"{WHERE}: {len(weights)} weights for up to {most} slots; expected one per slot")
-    sample = Sample.of(params, inputs, {} if kwargs is None else kwargs, in_dims, kwarg_dims, dtype, across, WHERE)
+    if type(inputs) is tuple:
+        args = positional_args(inputs, in_dims, "inputs", WHERE)
+    else:
+        args = [Arg("inputs", inputs, in_dims)]
+    sample = Sample.of(params, args, keyword_args(kwargs or {}, kwarg_dims, WHERE), dtype, across, WHERE)
     # All generators of the devices: a check must not change what the program draws afterwards.
     gpus = {device.index for device in (sample.device, *across) if device.type == "cuda"}
     with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
-        case = Case(fn, sample, None, out_dims, sample.places(), order, tolerance, weights)
+        case = Case(fn, sample, None, out_dims, sample.places(), tolerance, weights)
         plain = case.whole(())
-        check_unwritten(case, plain.arguments, "in one call on the whole batch")
+        _check_unwritten(case, plain.arguments, "in one call on the whole batch")
         if has_aux or reduction is not None or count is not None or _is_loss(plain, fn, out_dims):
             if out_dims is not AUTO:
                 raise ValueError(f"{WHERE}: out_dims is for dp_apply; the value of a loss is joined by reduction")
-            case = case._replace(loss=Loss(reduction or "mean", count, has_aux, aux_dims, aux_weight))
+            loss: dict[str, Any] = {"reduction": reduction or "mean", "count": count, "has_aux": has_aux}
+            case = case._replace(loss=loss | {"aux_dims": aux_dims, "aux_weight": aux_weight})
         numbers = dict.fromkeys((1, *slots))
         ways = [Way(virtual_devices(n, sample.device), executor) for executor in executors for n in numbers]
         ways += [Way(across, "auto")] if across else []
         case._replace(places=[]).split(ways[0])  # what is wrong with the call itself is raised here
-        case = case._replace(places=case.differentiable())
-        check(case, ways)
+        _check(case._replace(places=case.differentiable()), ways)
 
 
 def _is_loss(run: CheckedRun, fn: Function, out_dims: Dims | Auto) -> bool:
@@ -117,23 +126,58 @@ def _is_loss(run: CheckedRun, fn: Function, out_dims: Dims | Auto) -> bool:
     return not joined and isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point()
 
 
-def _checked(
-    slots: Sequence[int],
-    executors: Sequence[Executor],
-    order: int,
-    dtype: torch.dtype | None,
-    rtol: float | None,
-    atol: float | None,
-) -> Tolerance:
-    """The tolerance, and no options that make no sense."""
-    if isinstance(slots, int | str) or not slots or any(type(n) is not int or n < 1 for n in slots):
-        raise ValueError(f"{WHERE}: slots must be a sequence of positive numbers of slots, got {slots!r}")
-    if isinstance(executors, str) or not executors:
-        raise ValueError(f"{WHERE}: executors must be a sequence of executors, got {executors!r}")
-    if order not in (1, 2):
-        raise ValueError(f"{WHERE}: order must be 1 or 2, got {order!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{WHERE}: dtype must be a real floating-point dtype, got {dtype!r}")
-    if (rtol is None) != (atol is None):
-        raise ValueError(f"{WHERE}: pass both rtol and atol, or none of them")
-    return Tolerance(rtol, atol)
+def _check(case: Case, ways: Sequence[Way]) -> None:
+    """Raise at the first run on slots that is not like the one call on the whole batch."""
+    whole = case.whole(case.places)
+    repeats = _check_repeats(case, whole)
+    for way in ways:
+        try:
+            run = case.split(way)
+            found = case.differences(whole, run, bitwise=len(way.devices) == 1 and repeats)
+        except Exception as error:
+            if len(way.devices) == 1:  # misuse
+                raise
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            raise AssertionError(
+                f"{WHERE}: the function works on one slot, but {way}, there was a {type(error).__name__}: {error}"
+                f"{notes}. Usual cause: {agrees_in_sequence(case, whole, way) or _usual_of(error)}"
+            ) from error
+        _check_unwritten(case, run.arguments, str(way))
+        if found:
+            leaf, text = found[0]
+            others = f"; {len(found) - 1} more too, from {found[1][0].path} on" if len(found) > 1 else ""
+            raise AssertionError(
+                f"{WHERE}: {leaf.path} differs {way}, from one call with all {case.sample.rows} rows: {text}{others}. "
+                f"{cause_of(case, whole, leaf, way)}"
+            )
+
+
+def _check_unwritten(case: Case, arguments: Arguments, place: str) -> None:
+    """Raise if a run wrote to its arguments."""
+    if written := case.sample.written(arguments):
+        raise AssertionError(
+            f"{WHERE}: the function wrote in place to {listed(written)}, {place}. It must be pure: work on "
+            "x.clone(), or return the new value"
+        )
+
+
+def _check_repeats(case: Case, whole: CheckedRun) -> bool:
+    """Raise if a second call gives other results; whether they are the same bits."""
+    again = case.whole(case.places)
+    if found := case.differences(whole, again):
+        raise AssertionError(
+            f"{WHERE}: {found[0][0].path} differs between two calls with the same arguments, on one device. Usual "
+            "cause: random numbers, or state that the function keeps. Draw them outside and pass them as an input with "
+            "a row for each of the batch, or switch dropout off for this (module.eval()). seed= makes a run "
+            "repeatable, but each slot draws numbers of its own, which are not those of one device"
+        )
+    return not case.differences(whole, again, bitwise=True)
+
+
+def _usual_of(error: Exception) -> str:
+    if str(error).startswith(("dp_apply: ", "value_and_grad: ")):
+        return "an output that is not made row by row, or is joined in another way than it is made"
+    return (
+        "a fixed batch size, or a tensor that every slot gets whole although it has a row for each of the batch (None "
+        "in in_dims, or closed over)"
+    )

@@ -1,7 +1,6 @@
 """A function and its sample arguments: run on one device, run on slots, and compared."""
 
 import contextvars
-import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,22 +13,11 @@ from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import Shard, call_shard
 from fdp._transforms.grad import value_and_grad
 from fdp._trees.tree import flatten
-from fdp._trees.types import AUTO, Auto, AuxWeight, Dims, Executor, Function, Reduction, Tree
-from fdp.testing._compare import Difference, Leaf, Tolerance, first_of, leaves_of, magnitude
-from fdp.testing._sample import Arguments, Place, Sample
+from fdp._trees.types import AUTO, Auto, Dims, Executor, Function, Tree
+from fdp.testing._compare import Difference, Leaf, Tolerance, differing, leaves_of, magnitude
+from fdp.testing._sample import Arguments, Sample
 
 WHERE = "assert_data_parallel"
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """What `value_and_grad` is told of a loss."""
-
-    reduction: Reduction
-    count: Function | None
-    has_aux: bool
-    aux_dims: Dims | Auto
-    aux_weight: AuxWeight
 
 
 class Way(NamedTuple):
@@ -53,67 +41,58 @@ class CheckedRun(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is checked. `places`: what gradients are compared in."""
+    """What is checked. `loss`: what `value_and_grad` is told of a loss; `places`: what gradients are compared in."""
 
     fn: Function
     sample: Sample
-    loss: Loss | None
+    loss: dict[str, Any] | None
     out_dims: Dims | Auto
-    places: list[Place]
-    order: int
+    places: list[int]
     tolerance: Tolerance
     weights: Sequence[float] | None
 
-    def whole(self, places: Sequence[Place]) -> CheckedRun:
+    def whole(self, places: Sequence[int]) -> CheckedRun:
         """One call on the whole batch."""
         arguments = self.sample.fresh(places)
         context = contextvars.copy_context()
         slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
         context.run(AXES.set, (Axis(slot, None, threading.get_ident()),))  # collectives see one slot
         shard = Shard((arguments.params, *arguments.inputs), arguments.kwargs)
-        out = context.run(call_shard, self.fn, shard)
-        return CheckedRun(arguments, self._named(out))
+        return CheckedRun(arguments, self._named(context.run(call_shard, self.fn, shard)))
 
     def split(self, way: Way) -> CheckedRun:
         """A call on slots."""
-        devices, executor = way
-        weights = None if self.weights is None else self.weights[: len(devices)]
         arguments = self.sample.fresh(self.places)
+        options: dict[str, Any] = {
+            "devices": way.devices,
+            "kwarg_dims": self.sample.kwarg_dims,
+            "weights": None if self.weights is None else self.weights[: len(way.devices)],
+            "executor": way.executor,
+        }
+        in_dims, (params, inputs, kwargs, _) = self.sample.in_dims, arguments
         if self.loss is None:
-            out = dp_apply(
-                self.fn,
-                arguments.params,
-                arguments.inputs,
-                devices,
-                kwargs=arguments.kwargs,
-                in_dims=self.sample.in_dims,
-                kwarg_dims=self.sample.kwarg_dims,
-                out_dims=self.out_dims,
-                weights=weights,
-                executor=executor,
-            )
+            out = dp_apply(self.fn, params, inputs, kwargs=kwargs, in_dims=in_dims, out_dims=self.out_dims, **options)
             return CheckedRun(arguments, self._named(out))
-        step = value_and_grad(
-            self.fn,
-            devices=devices,
-            in_dims=(None, *self.sample.in_dims),
-            kwarg_dims=self.sample.kwarg_dims,
-            weights=weights,
-            executor=executor,
-            **vars(self.loss),
-        )
-        out, grads = step(arguments.params, *arguments.inputs, **arguments.kwargs)
+        step = value_and_grad(self.fn, in_dims=(None, *in_dims), **options, **self.loss)
+        out, grads = step(params, *inputs, **kwargs)
         return CheckedRun(arguments, self._named(out), grads)
 
-    def differentiable(self) -> list[Place]:
+    def _named(self, out: Any) -> list[tuple[str, Tree, Dims]]:
+        if self.loss is None:
+            return [("out", out, getattr(self.fn, "out_dims", 0) if self.out_dims is AUTO else self.out_dims)]
+        reduction, aux_dims = self.loss["reduction"], self.loss["aux_dims"]
+        if not self.loss["has_aux"]:
+            return [("loss", out, reduction)]
+        return [("loss", out[0], reduction), ("aux", out[1], dims_of(out[1], aux_dims, WHERE))]
+
+    def differentiable(self) -> list[int]:
         """The places that the function can be differentiated in: tried one by one if it cannot in all."""
         if self._can_be_differentiated(self.places):
             return self.places
-        if self.loss is not None:  # value_and_grad needs all parameters
-            return [place for place in self.places if place[0] == 0 or self._can_be_differentiated([place])]
-        return [place for place in self.places if self._can_be_differentiated([place])]
+        is_loss = self.loss is not None  # value_and_grad needs all parameters
+        return [i for i in self.places if (is_loss and self.sample.is_param(i)) or self._can_be_differentiated([i])]
 
-    def _can_be_differentiated(self, places: list[Place]) -> bool:
+    def _can_be_differentiated(self, places: list[int]) -> bool:
         case = self._replace(places=places)
         try:
             whole = case.whole(places)
@@ -122,76 +101,48 @@ class Case(NamedTuple):
             return False
         return True
 
-    def values(self, whole: CheckedRun, run: CheckedRun, *, bitwise: bool) -> Difference | None:
-        """Where the values of a run differ from those of one device."""
-        return first_of(self.pairs(whole, run), self.tolerance, None, bitwise=bitwise)
+    def differences(self, whole: CheckedRun, run: CheckedRun, *, bitwise: bool = False) -> list[Difference]:
+        """Where the values of a run differ from those of one device; if nowhere, where its gradients do."""
+        return differing(self.pairs(whole, run), self.tolerance, bitwise=bitwise) or self.gradients(whole, run)
 
-    def gradients(self, whole: CheckedRun, run: CheckedRun) -> Difference | None:
+    def gradients(self, whole: CheckedRun, run: CheckedRun) -> list[Difference]:
         """Where the gradients of a run differ, which has the values of one device."""
-        leaves = [leaf for leaf in self.pairs(whole, run) if self._is_differentiated(leaf)]
-        want, got = [leaf.want for leaf in leaves], [leaf.got for leaf in leaves]
-        for order in range(1, self.order + 1):
-            first_of_loss = order == 1 and self.loss is not None
-            directions = [torch.ones_like(loss) for loss in want] if first_of_loss else cotangents(want)
-            again = order < self.order
-            want = derivatives(want, directions, self.leaves(whole), create_graph=again)
-            # value_and_grad has taken the gradients of the parameters; those of the inputs go through its value.
-            given = flatten(run.grads, "grads").leaves if first_of_loss else []
-            rest = self.leaves(run)[len(given) :]
-            got = [*given, *derivatives(got, directions, rest, create_graph=again)]
-            prefix = "" if order == 1 else "second-order "
-            names = [prefix + self.sample.name(place) for place in self.places]
-            pairs = [Leaf(name, AUTO, a, b) for name, a, b in zip(names, want, got, strict=True)]
-            # Leaves of one gradient are commensurate: what is small beside the largest may be noise around zero.
-            scale = max(0.01, magnitude(want))
-            found = first_of(pairs, self.tolerance, scale, bitwise=False)
-            if found is not None:
-                return found
-        return None
+        ends = [leaf for leaf in self.pairs(whole, run) if self._is_end(leaf)]
+        outputs, directions = [leaf.want for leaf in ends], [torch.ones_like(leaf.want) for leaf in ends]
+        if self.loss is None:
+            generator = torch.Generator().manual_seed(0)  # random directions, the same in every run
+            directions = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in outputs]
+        want = derivatives(outputs, directions, self.leaves(whole))
+        # value_and_grad has taken the gradients of the parameters; those of the inputs go through its value.
+        given = [] if self.loss is None else flatten(run.grads, "grads").leaves
+        got = [*given, *derivatives([leaf.got for leaf in ends], directions, self.leaves(run)[len(given) :])]
+        names = map(self.sample.name, self.places)
+        pairs = [Leaf(name, AUTO, a, b) for name, a, b in zip(names, want, got, strict=True)]
+        # Leaves of one gradient are commensurate: what is small beside the largest may be noise around zero.
+        return differing(pairs, self.tolerance, max(0.01, magnitude(want)))
+
+    def _is_end(self, leaf: Leaf) -> bool:
+        return requires_grad(leaf.want) if self.loss is None else leaf.path == "loss"
 
     def pairs(self, whole: CheckedRun, run: CheckedRun) -> list[Leaf]:
         sides = zip(whole.results, run.results, strict=True)
         return [leaf for (name, a, dims), (_, b, _) in sides for leaf in leaves_of(name, a, dims, b, WHERE)]
 
-    def _named(self, out: Any) -> list[tuple[str, Tree, Dims]]:
-        if self.loss is None:
-            return [("out", out, getattr(self.fn, "out_dims", 0) if self.out_dims is AUTO else self.out_dims)]
-        if not self.loss.has_aux:
-            return [("loss", out, self.loss.reduction)]
-        return [("loss", out[0], self.loss.reduction), ("aux", out[1], dims_of(out[1], self.loss.aux_dims, WHERE))]
-
-    def _is_differentiated(self, leaf: Leaf) -> bool:
-        return requires_grad(leaf.want) if self.loss is None else leaf.path == "loss"
-
     def leaves(self, run: CheckedRun) -> list[torch.Tensor]:
         """The tensors of a run that gradients are taken in."""
-        return [run.arguments.leaves[i][k] for i, k in self.places]
+        return [run.arguments.leaves[i] for i in self.places]
 
 
 def requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
-def cotangents(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Random directions, the same in every run, from a generator of their own."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for tensor in tensors:
-        dtype = torch.complex128 if tensor.is_complex() else torch.float64
-        direction = torch.randn(tensor.shape, generator=generator, dtype=dtype)
-        made.append(direction.to(tensor.device, tensor.dtype))
-    return made
-
-
 def derivatives(
-    outputs: Sequence[Any], directions: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, create_graph: bool
+    outputs: Sequence[Any], directions: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The gradient of the outputs along the directions in each leaf, zeros where there is none."""
     live = [(out, direction) for out, direction in zip(outputs, directions, strict=True) if requires_grad(out)]
-    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
-    if live and leaves:
-        heads, along = zip(*live, strict=True)
-        found = torch.autograd.grad(
-            heads, leaves, along, create_graph=create_graph, retain_graph=True, allow_unused=True
-        )
-    return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)]
+    if not live or not leaves:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    heads, along = zip(*live, strict=True)
+    return list(torch.autograd.grad(heads, leaves, along, retain_graph=True, allow_unused=True, materialize_grads=True))

@@ -6,24 +6,31 @@ import torch
 
 from fdp._placement.join import mean
 from fdp._placement.partition import balanced
-from fdp.testing._case import Case, CheckedRun, Loss, Way, derivatives
-from fdp.testing._compare import Difference, Leaf, first_of, wide
+from fdp.testing._case import Case, CheckedRun, Way, derivatives
+from fdp.testing._compare import NODES, Leaf, differing, wide
 
 _MEET = (
     "batch statistics (BatchNorm in train mode, a mean, softmax, sort or cumulative sum over dim 0) or pairs of rows "
     "(contrastive losses, in-batch negatives)"
 )
-_GRADIENTS = ("grads", "second-order grads")  # what their paths begin with
 
 
-def cause_of(case: Case, whole: CheckedRun, found: Difference, way: Way) -> str:
+def cause_of(case: Case, whole: CheckedRun, leaf: Leaf, way: Way) -> str:
     """What to say of a difference: its cause if one of the usual ones fits, else where to look."""
+    if leaf.spec == NODES:
+        return "Usual cause: a container with a part for each row: stack it to a tensor, or give it the out_dim 'items'"
+    is_gradient = leaf.path.startswith("grads")
     with contextlib.suppress(Exception):  # the function is called in ways that it was never meant for
-        if len(way.devices) > 1 and (text := _usual(case, whole, found.leaf, way)):
+        text = agrees_in_sequence(case, whole, way)
+        if not text and len(way.devices) > 1 and not is_gradient:
+            text = _of_loss(case, leaf) if leaf.path == "loss" else _of_output(case, leaf)
+        if text:
             return f"Usual cause: {text}"
-    if found.leaf.path.startswith(_GRADIENTS):
-        text = "The values agree and the gradients do not: look for a backward that uses other rows, or their number"
-        return f"{text}, in an autograd.Function, a hook on a tensor, or a detach"
+    if is_gradient:
+        return (
+            "The values agree and the gradients do not: look for a backward that uses other rows, or their number, in "
+            "an autograd.Function, a hook on a tensor, or a detach"
+        )
     return (
         "No usual cause fits: look for what depends on how many rows there are, on where they stand, or on "
         "state. If the difference is small, pass dtype=torch.float64: what agrees there is rounding"
@@ -32,25 +39,16 @@ def cause_of(case: Case, whole: CheckedRun, found: Difference, way: Way) -> str:
 
 def agrees_in_sequence(case: Case, whole: CheckedRun, way: Way) -> str | None:
     """What is usual if the same shards agree one after the other."""
+    if way.executor == "sequential" or len(way.devices) == 1:
+        return None
     with contextlib.suppress(Exception):
-        run = None if way.executor == "sequential" else case.split(way._replace(executor="sequential"))
-        if run and not (case.values(whole, run, bitwise=False) or case.gradients(whole, run)):
+        if not case.differences(whole, case.split(way._replace(executor="sequential"))):
             text = "state that calls share, or that belongs to one thread: one after the other its shards agree"
             return f"{text}. Call modules by fdp.functional, write to no object outside, set nothing for one thread"
     return None
 
 
-def _usual(case: Case, whole: CheckedRun, leaf: Leaf, way: Way) -> str | None:
-    text = agrees_in_sequence(case, whole, way)
-    if text or leaf.path.startswith(_GRADIENTS):
-        return text
-    if leaf.path == "loss" and case.loss is not None:
-        return _loss(case, leaf, case.loss)
-    has_rows = isinstance(leaf.spec, int) and leaf.want.shape == leaf.got.shape
-    return (None if has_rows else _joined(case, leaf)) or _rows_that_meet(case, leaf)
-
-
-def _loss(case: Case, leaf: Leaf, options: Loss) -> str | None:
+def _of_loss(case: Case, leaf: Leaf) -> str | None:
     """How the loss, with its gradients, is made of those of two parts of the batch."""
     if leaf.got.isnan() and not leaf.want.isnan():
         return "a mean over nothing (0/0) on some slot, such as one whose rows are all padding: pass count="
@@ -61,37 +59,39 @@ def _loss(case: Case, leaf: Leaf, options: Loss) -> str | None:
         return bool((a * first + b * second - batch).norm() <= exact * batch.norm())
 
     m, n = balanced(case.sample.rows, 2)
-    if options.reduction != "sum" and is_made_of(1, 1):
+    if is_made_of(1, 1):
         return "a sum over rows, taken for a mean. Pass reduction='sum'"
     if is_made_of(m / (m + n), n / (m + n)):
-        given = "reduction='sum'" if options.reduction == "sum" else "count=" if options.count else None
-        return given and f"a mean over rows, taken for something else: leave out {given}"
+        return "a mean over rows, taken for something else: leave out reduction= and count="
     share = ((batch - second) @ (first - second) / (first - second).square().sum()).item()
     if not is_made_of(share, 1 - share):
         return f"rows that see each other: no weights of its parts give the loss. Look for {_MEET}, or a root of a mean"
     if len(batch) == 2:  # no gradients: any number is a mean of two
         return None
-    how = "count= returns other numbers" if options.count else "pass count=, which returns how many"
     return (
         f"a mean over something else than rows, such as tokens that are not padding: parts of {m} and {n} rows have "
-        f"shares of {share:.3g} and {1 - share:.3g} in it; {how}"
+        f"shares of {share:.3g} and {1 - share:.3g} in it; pass a count= that returns how many"
     )
 
 
 def _loss_and_gradients(case: Case) -> torch.Tensor:
     run = case.whole(case.places)
-    loss, params = run.results[0][1], [run.arguments.leaves[i][k] for i, k in case.places if i == 0]
-    found = [loss, *derivatives([loss], [torch.ones_like(loss)], params, create_graph=False)]
-    return torch.view_as_real(torch.cat([wide(each).reshape(-1).to(torch.complex128).cpu() for each in found])).view(-1)
+    loss, params = run.results[0][1], [run.arguments.leaves[i] for i in case.places if case.sample.is_param(i)]
+    found = [loss, *derivatives([loss], [torch.ones_like(loss)], params)]
+    return torch.view_as_real(torch.cat([wide(each).reshape(-1).to(torch.complex128) for each in found])).view(-1)
 
 
-def _joined(case: Case, leaf: Leaf) -> str | None:
-    """Which other way to join two parts of the batch gives the whole."""
+def _of_output(case: Case, leaf: Leaf) -> str | None:
+    """Which other way to join two parts of the batch gives the whole, or whether rows see each other."""
+    if isinstance(leaf.spec, int) and leaf.want.shape == leaf.got.shape:
+        return _rows_that_meet(case, leaf)
     both = torch.stack(parts := [_at(part, leaf.path) for part in _parts(case)])
     ways = {"sum": both.sum(0), "mean": mean(parts, balanced(case.sample.rows, 2)), "max": both.amax(0)}
     ways |= {"min": both.amin(0), 0: both.reshape(-1, *both.shape[2:])}
     right = [how for how, value in ways.items() if how != leaf.spec and _agree(case, leaf.want, value)]
-    return f"another way to join: of two parts of the batch, {right[0]!r} gives it right" if right else None
+    if right:
+        return f"another way to join: of two parts of the batch, {right[0]!r} gives it right"
+    return _rows_that_meet(case, leaf)
 
 
 def _rows_that_meet(case: Case, leaf: Leaf) -> str | None:
@@ -106,7 +106,7 @@ def _rows_that_meet(case: Case, leaf: Leaf) -> str | None:
 
 
 def _agree(case: Case, want: torch.Tensor, got: torch.Tensor) -> bool:
-    return first_of([Leaf("", None, want, got)], case.tolerance, None, bitwise=False) is None
+    return not differing([Leaf("", None, want, got)], case.tolerance)
 
 
 def _at(case: Case, path: str) -> torch.Tensor:

@@ -38,8 +38,7 @@ def find_nonfinite(
 
     def look(*args: Tree) -> Any:
         flat = flatten(fn(*args), "out", where="find_nonfinite")
-        bad = [flat.path(i) for i, leaf in enumerate(flat.leaves) if _is_nonfinite(leaf)]
-        return axis_index(), _Found(bad)
+        return axis_index(), _Found([flat.path(i) for i, leaf in enumerate(flat.leaves) if _is_nonfinite(leaf)])
 
     numbers, found = dp_apply(look, params, inputs, devices, in_dims=in_dims, out_dims="list", seed=seed)
     return {number: each.paths for number, each in zip(numbers, found, strict=True) if each.paths}

@@ -34,9 +34,7 @@ def resolve(device: torch.device | str) -> torch.device:
 
 def index_of(device: _Device) -> int:
     """The index of a virtual device, by default of the current one."""
-    if device is None:
-        return current_device()
-    index = device if isinstance(device, int) else torch.device(device).index
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
     if index is None:
         return current_device()
     if not 0 <= index < device_count():
@@ -49,10 +47,6 @@ def index_of(device: _Device) -> int:
 
 def is_available() -> bool:
     return device_count() > 0
-
-
-def is_initialized() -> bool:
-    return True
 
 
 def _is_in_bad_fork() -> bool:
@@ -73,8 +67,7 @@ def set_device(device: _Device) -> None:
 
 @contextlib.contextmanager
 def device(device: _Device) -> Iterator[None]:
-    before = current_device()
-    set_device(device)
+    before = exchange_device(index_of(device))
     try:
         yield
     finally:
@@ -115,5 +108,14 @@ def set_rng_state(state: torch.Tensor, device: _Device = None) -> None:
     default_generators[index_of(device)].set_state(state)
 
 
+class _NoAutocast(list[torch.dtype]):
+    """What `torch.autocast` looks for its dtype in, if it is switched on. It would cast nothing, and not say so."""
+
+    def __contains__(self, dtype: object) -> bool:
+        raise RuntimeError(
+            "virtual devices have no autocast: try it by torch.autocast('cpu') on fdp.virtual_devices(n)"
+        )
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16]
+    return _NoAutocast()

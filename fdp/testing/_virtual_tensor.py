@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch._ops import OpOverload
 from torch._utils import _rebuild_device_tensor_from_cpu_tensor, _rebuild_parameter
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from fdp._execution.generators import put_states, states_of
 from fdp.testing import _virtual_device as virtual
 
-CPU = torch.device("cpu")
 _DATA: Any = torch.Tensor.data
 
 
@@ -34,7 +35,6 @@ class VirtualTensor(torch.Tensor):
             strides=host.stride(),
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
-            layout=host.layout,
             device=device,
         )
         self.host = host
@@ -42,16 +42,14 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
+        name, kwargs = func._schema.name, kwargs or {}
         if name == "aten::copy_":
-            return copy_into(*args, **(kwargs or {}))
-        if name == "aten::_pack_padded_sequence" and isinstance(args[1], VirtualTensor):
-            raise RuntimeError(f"lengths of packed sequences are to be on the CPU, not on {args[1].device}")
+            return copy_into(*args, **kwargs)
         if name == "aten::_to_copy":
-            return _to_copy(*args, **(kwargs or {}))
+            return _to_copy(*args, **kwargs)
         if _is_composite(func):  # met in inference mode, where autograd does not take it apart
-            return func.decompose(*args, **(kwargs or {}))
-        return _compute(func, args, kwargs or {})
+            return func.decompose(*args, **kwargs)
+        return _compute(func, args, kwargs)
 
     @property
     def data(self) -> torch.Tensor:
@@ -67,11 +65,6 @@ class VirtualTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        if not force:
-            raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
-        return self.detach().cpu().numpy()
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         here = {"dtype": self.dtype, "device": self.device}
@@ -138,23 +131,25 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    device = _common_device(func, args, kwargs)
+    written = _written(func, args, kwargs)
+    device = _common_device(func, args, kwargs, written)
     target = device if kwargs.get("device") is None else virtual.resolve(kwargs["device"])
     held = {id(x.host): x for x in tree_iter((args, kwargs)) if isinstance(x, VirtualTensor)}
     host_args, host_kwargs = tree_map_only(VirtualTensor, _host, (args, kwargs))
-    call, host_kwargs = func, _host_options(host_kwargs)
-    if torch.Tag.nondeterministic_seeded in func.tags and target.type == virtual.NAME:
-        call, host_kwargs = _with_generator(func, args, host_kwargs, target)
-    with torch._C._DisableAutocast():  # what is set for the CPU is not about this device
-        out = call(*host_args, **host_kwargs)
-    if func._schema.name == "aten::_pack_padded_sequence":
-        return _on(target, out[0]), out[1]  # sizes of batches stay on the CPU, as on CUDA
-    written = _is_writing(func)
-    if written:
-        for tensor in held.values():
-            _take_over_shape(tensor)
+    with (
+        _drawing(func, args, kwargs, target),
+        torch._C._DisableAutocast(),
+    ):  # what is set for the CPU is not about this device
+        try:
+            out = func(*host_args, **_host_options(host_kwargs))
+        except NotImplementedError as error:
+            here = f"{func}: {device} computes on the CPU, which has no kernel for it"
+            raise NotImplementedError(f"{here}. Try it on fdp.virtual_devices(n)") from error
+    for x in held.values() if written else ():  # after `resize_`, `t_`, `set_` and the like
+        if (x.shape, x.stride(), x.storage_offset()) != (x.host.shape, x.host.stride(), x.host.storage_offset()):
+            x.data = VirtualTensor(x.host, x.device)
     if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):  # these leave it to the kernel of a device
-        torch.autograd.graph.increment_version(x for x in _written(func, args, kwargs) if not x.is_inference())
+        torch.autograd.graph.increment_version(x for x in written if not x.is_inference())
     with _as_viewed(func, args):
         # What is written in place is also returned, and stays the tensor that it was.
         return tree_map_only(torch.Tensor, lambda x: held[id(x)] if written and id(x) in held else _on(target, x), out)
@@ -167,24 +162,19 @@ def _as_viewed(func: OpOverload, args: tuple[Any, ...]) -> contextlib.AbstractCo
     return contextlib.nullcontext()
 
 
-def _common_device(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The one device that all tensors are on; numbers in tensors of the CPU may go with them, as on CUDA."""
-    free = {id(x) for i in _MAY_BE_ON_CPU.get(func._schema.name, ()) for x in tree_iter(args[i])}
-    free &= {id(x) for x in tree_iter(args) if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+def _common_device(func: OpOverload, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> torch.device:
+    """The one device that all tensors are on; numbers and indices of the CPU may go with them, as on CUDA."""
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
-    devices = {x.device for x in tensors if isinstance(x, VirtualTensor) or (x.dim() > 0 and id(x) not in free)}
-    if len(devices) > 1 or not all(isinstance(x, VirtualTensor) for x in _written(func, args, kwargs)):
+    indices = {id(x) for x in tree_iter(args[1])} if func._schema.name in _INDEXING else ()
+    free = {x for x in tensors if x.device.type == "cpu" and (x.dim() == 0 or id(x) in indices)}
+    devices = {x.device for x in tensors if x not in free}
+    if len(devices) > 1 or not all(isinstance(x, VirtualTensor) for x in written):
         found = sorted({str(x.device) for x in tensors})
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {', '.join(found)}")
     return next(iter(devices))
 
 
-# Indices and lengths, by the positions of their arguments.
-_MAY_BE_ON_CPU = {
-    **{f"aten::{name}": (1,) for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")},
-    "aten::_pack_padded_sequence": (1,),
-    "aten::_pack_padded_sequence_backward": (2,),
-}
+_INDEXING = {f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")}
 
 
 @functools.cache
@@ -192,68 +182,42 @@ def _is_composite(func: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-@functools.cache
-def _is_writing(func: OpOverload) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-
-
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-    if not _is_writing(func):
-        return ()
-    given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in tree_iter([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _outputs(func)]
+    return [x for x in tree_iter(given) if isinstance(x, torch.Tensor)]
 
 
-def _take_over_shape(tensor: VirtualTensor) -> None:
-    """Follow the held tensor after `resize_`, `t_`, `set_` and the like."""
-    host = tensor.host
-    if (tensor.shape, tensor.stride(), tensor.storage_offset()) != (host.shape, host.stride(), host.storage_offset()):
-        tensor.data = VirtualTensor(host, tensor.device)
+@functools.cache
+def _outputs(func: OpOverload) -> list[tuple[int, str]]:
+    """The arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _host_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a factory, for the held tensor. Pinned memory is for the host of a real accelerator only."""
+    """Options of a factory, for the held tensor."""
     device = options.get("device")
-    here = {"device": device if device is None or device.type != virtual.NAME else CPU, "pin_memory": False}
-    return {name: here.get(name, value) if value is not None else None for name, value in options.items()}
+    return options if device is None or device.type != virtual.NAME else options | {"device": torch.device("cpu")}
 
 
-# ---- random numbers
+@contextlib.contextmanager
+def _drawing(func: OpOverload, args: Any, kwargs: Any, device: torch.device) -> Iterator[None]:
+    """The CPU's generator stands in for the one of a device: not every operation takes a generator."""
+    is_given = any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
+    if is_given or device.type != virtual.NAME or torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    both = [torch.default_generator, virtual.default_generators[device.index]]
+    with _ONE_DRAWS:
+        before, there = states_of(both)
+        put_states(both[:1], [there])
+        try:
+            yield
+        finally:
+            put_states(both, [before, *states_of(both[:1])])
 
 
-def _with_generator(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A random operation that draws from the generator of a device, unless it was given another one."""
-    own = virtual.default_generators[device.index]
-    if func is torch.ops.aten.native_dropout.default:
-        return functools.partial(_dropout, generator=own), kwargs
-    variant = _taking_generator(func)
-    if variant is None or kwargs.get("generator") is not None:
-        return func, kwargs
-    if len(args) > [a.name for a in variant._schema.arguments].index("generator"):
-        return func, kwargs
-    return variant, {**kwargs, "generator": own}
-
-
-@functools.cache
-def _taking_generator(func: OpOverload) -> OpOverload | None:
-    """The operation, or the overload of it that takes a generator besides."""
-    if any(a.name == "generator" for a in func._schema.arguments):
-        return func
-    wanted = {a.name for a in func._schema.arguments} | {"generator"}
-    packet = func.overloadpacket
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((op for op in overloads if {a.name for a in op._schema.arguments} == wanted), None)
-
-
-def _dropout(x: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """`native_dropout`, which takes no generator."""
-    if train is False or p == 0:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = torch.empty_like(x).bernoulli_(1 - p, generator=generator).bool()
-    return x * mask * (1 / (1 - p) if p < 1 else 0), mask
+_ONE_DRAWS = threading.Lock()
 
 
 def _on(device: torch.device, host: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Buffers(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.cell = nn.LSTM(3, 2, batch_first=True)
+        self.cell = nn.RNN(3, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         self.cell.flatten_parameters()
@@ -191,7 +191,7 @@ CASES = {
     "parameter-list": Case(Lists),
     "buffers": Case(Buffers),
     "embedding": Case(lambda: nn.Embedding(6, 2), lambda: (torch.arange(10).reshape(5, 2) % 6,)),
-    "lstm": Case(Recurrent, lambda: (numbers(5, 2, 3),)),
+    "rnn": Case(Recurrent, lambda: (numbers(5, 2, 3),)),
     "spectral-norm": Case(lambda: parametrizations.spectral_norm(nn.Linear(3, 2)), alike=False),
     "spectral-norm-eval": Case(lambda: parametrizations.spectral_norm(nn.Linear(3, 2)), training=False),
     "weight-norm": Case(lambda: parametrizations.weight_norm(nn.Linear(3, 2))),

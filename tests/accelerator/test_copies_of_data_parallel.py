@@ -180,7 +180,7 @@ def test_the_bytes_of_a_step_of_training(count: int, source: torch.device):
     assert moved[False] <= moved[True]
 
 
-@pytest.mark.parametrize("name", ["linear", "tied", "parameter-list", "buffers", "lstm", "several", "nest", "complex"])
+@pytest.mark.parametrize("name", ["linear", "tied", "parameter-list", "buffers", "rnn", "several", "nest", "complex"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0, 2, 3)], ids=str)
 def test_the_bytes_of_other_modules(name: str, order: Any):
     """As many as torch moves, or fewer."""

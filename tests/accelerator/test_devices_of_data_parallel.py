@@ -106,7 +106,7 @@ def test_devices_in_all_their_forms(form: Any, ids: Any, target: Any):
 
 
 @pytest.mark.parametrize("ids", [["cpu", "virtual:1"], ["virtual:1", "cpu"], ["virtual:0", "cpu", 1, CPU]], ids=str)
-@pytest.mark.parametrize("case", ["linear", "mlp", "buffers", "nest", "lstm", "several"])
+@pytest.mark.parametrize("case", ["linear", "mlp", "buffers", "nest", "rnn", "several"])
 def test_the_cpu_among_the_devices(case: str, ids: Any):
     """Torch takes devices of one kind only."""
     with pytest.raises(ValueError, match="Expected a non cpu device, but got: cpu"):
@@ -161,7 +161,7 @@ WEIGHTS: dict[str, tuple[tuple[float, ...], list[int]]] = {
 
 
 @pytest.mark.parametrize(("weights", "seen"), WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("case", ["linear", "buffers", "layer-norm", "nest", "lstm"])
+@pytest.mark.parametrize("case", ["linear", "buffers", "layer-norm", "nest", "rnn"])
 def test_weights(weights: Any, seen: list[int], case: str):
     order = (2, 0, 3)
     assert devices_seen(7, order, weights=weights) == seen

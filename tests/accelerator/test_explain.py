@@ -74,8 +74,8 @@ def test_a_module_with_buffers():
 
 
 def test_recurrent_and_attention_layers():
-    gru, state = fdp.functional(nn.GRU(3, 4, batch_first=True))
-    assert_planned(gru, state, numbers(5, 6, 3).float(), VIRTUAL[:2], out_dims=((0, 1), "mean"))
+    rnn, state = fdp.functional(nn.RNN(3, 4, batch_first=True))
+    assert_planned(rnn, state, numbers(5, 6, 3).float(), VIRTUAL[:2], out_dims=((0, 1), "mean"))
     layer, state = fdp.functional(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     assert_planned(layer, state, numbers(5, 6, 8).float(), VIRTUAL[:3])
 

@@ -1,4 +1,4 @@
-"""Modules and files on virtual devices that need more than operations: lazy ones, packed sequences, what was saved."""
+"""Modules and files on virtual devices that need more than operations: lazy ones, bags of words, what was saved."""
 
 import copy
 import doctest
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import rnn
 
 from fdp.testing import install_virtual_accelerator
 from tests.common.comparing import assert_close_tree
@@ -53,46 +52,6 @@ def test_a_lazy_module_is_moved_once_it_has_run():
     module(x)
     there = copy.deepcopy(module).to(ONE)
     assert_close_tree(value_and_grads(there, there, x.to(ONE)), value_and_grads(module, module, x))
-
-
-# ---- packed sequences
-
-RECURRENT: dict[str, Callable[[], nn.Module]] = {
-    "lstm": lambda: nn.LSTM(4, 3, batch_first=True),
-    "lstm-both-ways": lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True),
-    "lstm-projected": lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2),
-    "gru": lambda: nn.GRU(4, 3, batch_first=True),
-    "rnn": lambda: nn.RNN(4, 3, batch_first=True),
-}
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize("lengths", [torch.tensor([5, 3, 2]), [2, 5, 1]], ids=["sorted", "unsorted"])
-def test_packed_sequences(name: str, lengths: Any):
-    module = RECURRENT[name]().double()
-
-    def run(module: nn.Module, x: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=isinstance(lengths, Tensor))
-        assert (packed.data.device, packed.batch_sizes.device) == (x.device, CPU)
-        out, found = rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
-        assert found.tolist() == list(lengths)
-        return out
-
-    there, x = copy.deepcopy(module).to(ONE), numbers(3, 5, 4)
-    want = value_and_grads(module, lambda x: run(module, x), x)
-    assert_close_tree(value_and_grads(there, lambda x: run(there, x), x.to(ONE)), want)
-
-
-def test_packing_and_moving():
-    rows = [numbers(3, 2), numbers(1, 2)]
-    packed = rnn.pack_sequence([row.to(ONE) for row in rows])
-    assert [row.device for row in rnn.unpack_sequence(packed)] == [ONE, ONE]
-    move: Any = rnn.PackedSequence.to
-    for moved in (move(packed, TWO), packed.cpu(), move(rnn.pack_sequence(rows), TWO)):
-        assert_close_tree([row.cpu() for row in rnn.unpack_sequence(moved)], rows)
-    pack: Any = torch._pack_padded_sequence  # pyright: ignore[reportPrivateImportUsage] (what asks for them)
-    with pytest.raises(RuntimeError, match="lengths of packed sequences are to be on the CPU"):
-        pack(numbers(2, 3, 1).to(ONE), torch.tensor([3, 2], device=ONE), True)
 
 
 # ---- bags of embeddings

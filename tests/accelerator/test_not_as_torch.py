@@ -367,15 +367,6 @@ def test_inference_mode():
         assert by_fdp(module, ROWS).tolist() == [1, 1]
 
 
-def test_autocast():
-    """Torch asks whether CUDA has it, and does not carry its dtype."""
-    module = nn.Linear(3, 2, device=DEVICES[0])
-    for training in (True, False):
-        with torch.autocast("virtual", dtype=torch.bfloat16), torch.set_grad_enabled(training):
-            assert by_torch(module, ROWS.float()).dtype is torch.float32
-            assert by_fdp(module, ROWS.float()).dtype is torch.bfloat16
-
-
 def test_functional_call():
     """Torch refuses."""
     module = doing(lambda self, x: x * self.weight)

@@ -232,7 +232,7 @@ def test_a_module_on_devices(executor: Any):
 
 @executors
 def test_recurrent_modules_on_devices(executor: Any):
-    module = nn.GRU(3, 4, batch_first=True).double()
+    module = nn.RNN(3, 4, batch_first=True).double()
     apply, state = fdp.functional(module)
     rows = numbers(5, 2, 3)
     out = fdp.dp_apply(lambda s, x: apply(s, x)[0][0], state, rows, DEVICES, executor=executor)

@@ -32,7 +32,7 @@ def test_functions_that_agree_across_devices():
     seen = set()
     assert_data_parallel(lambda w, x: seen.add(x.device) or predict(w, x), W, X, devices=DEVICES)
     assert seen == set(DEVICES)
-    assert_data_parallel(loss, W, (X, Y), devices=DEVICES, order=2)
+    assert_data_parallel(loss, W, (X, Y), devices=DEVICES)
     assert_data_parallel(loss, W, (X, Y), devices=DEVICES, weights=(1, 4, 0, 2))
     assert_data_parallel(lambda w, x: predict(w, x["x"]), W, {"x": X}, dtype=torch.float64, devices=DEVICES)
 

@@ -176,7 +176,7 @@ def test_everything_public_is_in_the_program_that_is_type_checked():
 
 # What can be seen only with a private name, and why.
 PRIVATE = {
-    "tests/accelerator/test_command.py": "copies that go wrong between devices, and small products on a slow device",
+    "tests/accelerator/test_command.py": "copies that go wrong between devices",
     "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
     "tests/distributed/test_chain.py": "exchanges of one call by themselves, to any order of derivative",

@@ -38,7 +38,7 @@ def axis_of(where: str, name: str) -> Axis:
 
 def names_of(where: str, axis_name: AxisName) -> Sequence[str]:
     """The axes that a collective is over, one after the other."""
-    names: Sequence[Any] = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    names = list[Any](axis_name if isinstance(axis_name, tuple | list) else [axis_name])
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{where}: axis_name must be the name of an axis or a tuple of names, got {axis_name!r}")
     if len(set(names)) < len(names):

@@ -59,6 +59,7 @@ class Replica:
         self._module, self._copies = module, copies  # alive as long as their ids are of use
         self.copy_of = {id(copies[name]): own for name, own in buffers.items() if copies[name] is not own}
         self.skeleton = made if isinstance(made, Skeleton) else None
+        self.root: Any
         if isinstance(made, Skeleton):
             made.slots.bind({**params, **copies})
             made.mark(OF_REPLICAS)

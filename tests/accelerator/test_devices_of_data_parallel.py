@@ -179,22 +179,6 @@ def test_buffers_of_the_first_replica_with_rows():
     assert_same({key: value.cpu() for key, value in module.state_dict().items()}, dict(alone.state_dict()))
 
 
-@pytest.mark.parametrize("weights", [None, (0, 1, 3)], ids=str)
-def test_the_mean_of_buffers(weights: Any):
-    module, buffers = made(CASES["mlp"], DEVICES[2]), []
-    counts = (3, 3, 2) if weights is None else (2, 6)
-    for rows in ROWS.split(counts):
-        alone = made(CASES["mlp"], CPU)
-        alone(rows)
-        buffers.append(dict(alone.named_buffers()))
-    fdp.DataParallel(module, (2, 0, 3), weights=weights, buffers="mean")(ROWS)
-    assert {buffer.device for buffer in module.buffers()} == {DEVICES[2]}
-    for name in ("1.running_mean", "1.running_var"):
-        mean = sum(n / 8 * each[name] for n, each in zip(counts, buffers, strict=True))
-        assert_same(module.get_buffer(name).cpu(), mean)
-    assert module[1].num_batches_tracked.item() == 1
-
-
 def test_copies_of_the_wrapper():
     shim: Any = fdp.DataParallel(made(CASES["mlp"], DEVICES[1]), [1, 0], output_device="cpu", weights=(1, 3))
     want = shim(ROWS)

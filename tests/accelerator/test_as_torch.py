@@ -1,6 +1,5 @@
 """DataParallel beside torch.nn.DataParallel, on several devices: the same calls, compared in all that they do."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.accelerator.beside_torch import (
     cases,
     first_of,
     function,
-    loss_of,
     made,
     on,
     ran,
@@ -28,7 +26,6 @@ from tests.accelerator.beside_torch import (
     wrapped,
 )
 from tests.common.depth import few
-from tests.common.numbers import numbers
 
 pytestmark = pytest.mark.usefixtures("four_cores")
 
@@ -105,38 +102,4 @@ def test_lists_and_dicts_that_forward_fills(hooked: bool):
                 call(ROWS)
         module.maps.sort(key=lambda out: out.device.index)  # torch's are in the order in which threads come
         found.append((module.maps, [module.by_device[i] for i in range(3)], module.found, module.rows))
-    assert_same(*found)
-
-
-class Pairs:
-    """What torch's gather joins as it would a tuple: by iterating, and by calling the class with what it has joined."""
-
-    def __init__(self, pairs: Any) -> None:
-        self.pairs = [tuple(pair) for pair in pairs]
-        self.device = self.pairs[0][0].device
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.pairs)
-
-
-class WithCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(numbers(3))
-
-    def forward(self, x: Tensor) -> Any:
-        return {"out": x * self.weight, "cache": Pairs([(x * self.weight, x.sin()), (x, x * x)])}
-
-
-@pytest.mark.parametrize("target", [0, 3])
-def test_objects_that_torch_gathers_by_iterating(target: int):
-    found = []
-    for torchs in (False, True):
-        module = WithCache().to(DEVICES[2])
-        with running(torchs):
-            out = wrapped(torchs, module, (2, 0, 1), output_device=target)(ROWS)
-            loss_of((out["out"], out["cache"].pairs)).backward()
-        assert type(out["cache"]) is Pairs
-        assert out["cache"].device == DEVICES[target]
-        found.append((out["out"], out["cache"].pairs, module.weight.grad))
     assert_same(*found)

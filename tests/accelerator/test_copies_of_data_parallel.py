@@ -58,15 +58,13 @@ def test_copies_are_made_again_after_a_change(change: Any, frozen: bool):
     layer.load_state_dict({"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(2.0)})
     shim = fdp.DataParallel(layer.requires_grad_(not frozen), [0, 1, 2])
     with torch.set_grad_enabled(frozen):
-        assert moved(lambda: shim(ROWS))[0] == ["module.weight", "module.bias"] * 2
-        assert moved(lambda: shim(ROWS))[0] == []
+        shim(ROWS)
         with torch.no_grad():
             change(layer)
             layer.requires_grad_(not frozen)
         paths, out = moved(lambda: shim(ROWS))
         assert_same(out.detach(), layer(there).detach())
-        assert "module.weight" in paths
-        assert not moved(lambda: shim(ROWS))[0]
+        assert paths == ["module.weight", "module.bias"] * 2
 
 
 def test_copies_for_other_devices():
@@ -115,38 +113,24 @@ def test_copies_after_a_step_of_an_optimizer():
         with torch.no_grad():
             assert moved(lambda: shim(ROWS))[0] == ["module.weight", "module.bias"]
             assert_same(shim(ROWS), layer(there))
-            assert moved(lambda: shim(ROWS))[0] == []
-
-
-def test_frozen_parameters_are_copied_once_in_training():
-    module = made(CASES["mlp"], DEVICES[1])
-    module[0].requires_grad_(False)
-    shim = fdp.DataParallel(module, [1, 0])
-    frozen, trained = ["module.0.weight", "module.0.bias"], ["module.1.weight", "module.1.bias", "module.3.weight"]
-    buffers = [f"module.{name}" for name in dict(module.named_buffers())]
-    for i in range(3):
-        paths, out = moved(lambda: shim(ROWS))
-        assert sorted(paths) == sorted([*(frozen if i == 0 else []), *trained, "module.3.bias", *buffers])
-        out.sum().backward()
 
 
 def test_inputs_and_outputs_move_all_the_same():
     shim = fdp.DataParallel(nn.Linear(3, 2, device=DEVICES[0], dtype=torch.float64), [0, 1], output_device="cpu")
-    with torch.no_grad():
+    with torch.no_grad(), fdp.transfers() as log, record_copies() as real:
         shim(ROWS)
-        with fdp.transfers() as log, record_copies() as real:
-            shim(ROWS)
-    assert [(t.path, t.nbytes, t.target) for t in log] == [
-        *(("inputs[0]", 4 * 3 * 8, device) for device in DEVICES[:2]),
-        *[("output", 4 * 2 * 8, CPU)] * 2,
+    assert sorted((t.path, t.nbytes) for t in log) == [
+        *[("inputs[0]", 4 * 3 * 8)] * 2,
+        ("module.bias", 2 * 8),
+        ("module.weight", 6 * 8),
+        *[("output", 4 * 2 * 8)] * 2,
     ]
-    answer = Copied(2, DEVICES[0], CPU)  # whether the two parameters are as they were
-    assert Counter(tuple(t[1:]) for t in log) == Counter(tuple(copied) for copied in real if copied != answer)
+    assert Counter(tuple(t[1:]) for t in log) == Counter(tuple(copied) for copied in real)
 
 
 @few(2)
 @cases
-@pytest.mark.parametrize("options", [{"output_device": 3}, {"buffers": "mean"}, {"weights": (0, 1, 1)}], ids=str)
+@pytest.mark.parametrize("options", [{"output_device": 3}, {"weights": (0, 1, 1)}], ids=str)
 @vectors
 def test_every_copy_of_a_call_is_in_the_log(case: Case, options: Any):
     module, args, kwargs = made(case, DEVICES[2]), *to((case.inputs(), case.kwargs()), DEVICES[1])

@@ -162,7 +162,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("home", [CPU, VIRTUAL[0]])
 def test_l14_the_copies_of_a_gradient(name: str, function: str, home: torch.device):
     params = {"w": numbers(3, 2).to(home), "b": numbers(2)}
-    step = getattr(fdp, function)(mean_loss, has_aux=True, devices=[CPU, *VIRTUAL], **GRADIENTS[name])
+    step = getattr(fdp, function)(mean_loss, has_aux=True, aux_dims="mean", devices=[CPU, *VIRTUAL], **GRADIENTS[name])
     plan = assert_planned_gradient(step, params, (numbers(11, 3),))
     assert plan.sizes == ((2, 5, 2, 2) if name == "to one device" else (3, 2, 2, 2, 2))
 

@@ -41,7 +41,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-PATIENCE = 0.5  # seconds
+PATIENCE = 3.0  # seconds
 _turns = cache(threading.BoundedSemaphore)  # of so many cores
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.cache_clear)  # those that had a turn are not there

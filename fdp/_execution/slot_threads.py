@@ -35,7 +35,11 @@ class SlotThread:
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
         self.number = 0
-        start_apart(threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True))
+        try:
+            start_apart(threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True))
+        except BaseException:  # an interrupt, whose traceback would keep this object and so the thread
+            self.end()
+            raise
 
     def end(self) -> None:
         self.jobs.put(None)

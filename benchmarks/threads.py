@@ -28,6 +28,7 @@ import fdp
 SLOTS = fdp.virtual_devices(2)
 THREADS = torch.get_num_threads()
 warnings.simplefilter("ignore", fdp.nn.BatchNormWarning)  # bare threads take the statistics of each half too
+warnings.filterwarnings("ignore", "value_and_grad: the loss does not return the new buffers")
 
 
 def steps(name: str, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:
@@ -95,6 +96,7 @@ def main() -> None:
     if options.serve:
         return serve()
     env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+    env["OMP_WAIT_POLICY"] = "passive"  # else torch's pool of what ran before takes a core of what is timed
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     commands = [[python, __file__, "--serve"] for python in (sys.executable, *options.python)]
     processes = {ask(process, ""): process for process in [subprocess.Popen(each, **pipes) for each in commands]}

@@ -12,6 +12,7 @@ from fdp._collectives.levels import Place
 from fdp._collectives.meeting import Brought, meet, said_of
 from fdp._collectives.operations import Extreme, Operation
 from fdp._placement.slot import Axis
+from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
@@ -45,7 +46,8 @@ def _on_tree(where: str, tree: Tree, axis: Axis, make: Callable[[Sequence[Tensor
         raise _not_exchanged(where, flat, numbers)
     operation = make(tensors)
     operation.name = where
-    same = flat.structure, are_tensors, operation.options()
+    inner = torch_private.depth() - axis.run.depth
+    same = flat.structure, are_tensors, operation.options(), f"inside {inner} transforms of torch.func"
     found = _exchange(axis, operation, tensors, same)
     if plain:
         each, rest = iter(found), iter(_of_numbers(axis, where, plain, same))

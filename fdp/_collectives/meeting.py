@@ -179,12 +179,12 @@ def exchange(
 
 def _said(operation: Operation, tensors: Sequence[Tensor], same: Any, kinds: Kinds) -> str:
     each = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors]
-    return f"{said_of(same, each)}\n{operation.options()}"
+    return f"{said_of(same, each)}\n{operation.options()}\n{same[-1]}"
 
 
 def said_of(same: Any, tensors: Sequence[str]) -> str:
     """The tree of a collective in lines that can be compared: what is said of its tensors."""
-    structure, are_tensors, _ = same
+    structure, are_tensors, *_ = same
     texts = iter(tensors)
     lines = lines_of(structure, [next(texts) if each else "a number" for each in are_tensors], "tree")
     return "\n".join([*lines, str(structure).removeprefix("PyTreeSpec")])

@@ -251,3 +251,15 @@ def test_a_collective_that_meets_a_gradient():
 
     with pytest.raises(RuntimeError, match="different collectives: the gradient of psum in shard 0, psum in shard 1"):
         fdp.dp_apply(fn, torch.ones(2), torch.ones(2), fdp.virtual_devices(2), out_dims="list")
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_transform_in_one_slot_only(slot: int):
+    """Its shapes may fit by accident, and then numbers of other rows would be added."""
+
+    def fn(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(fdp.psum)(x) if fdp.axis_index() == slot else fdp.psum(x)
+
+    said = f"inside {1 - slot} transforms of torch.func in shard 0, inside {slot} transforms of torch.func in shard 1"
+    with pytest.raises(ValueError, match=f"^psum: the shards do not fit together: {said}"):
+        fdp.dp_apply(fn, None, torch.ones(4, 2), fdp.virtual_devices(2))

@@ -80,10 +80,9 @@ class Case(NamedTuple):
     def _named(self, out: Any) -> list[tuple[str, Tree, Dims]]:
         if self.loss is None:
             return [("out", out, getattr(self.fn, "out_dims", 0) if self.out_dims is AUTO else self.out_dims)]
-        reduction, aux_dims = self.loss["reduction"], self.loss["aux_dims"]
-        if not self.loss["has_aux"]:
-            return [("loss", out, reduction)]
-        return [("loss", out[0], reduction), ("aux", out[1], dims_of(out[1], aux_dims, WHERE))]
+        loss, *aux = out if self.loss["has_aux"] else [out]
+        named = [("aux", tree, dims_of(tree, self.loss["aux_dims"], WHERE)) for tree in aux]
+        return [("loss", loss, self.loss["reduction"]), *named]
 
     def differentiable(self) -> list[int]:
         """The places that the function can be differentiated in: tried one by one if it cannot in all."""

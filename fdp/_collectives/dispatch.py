@@ -46,7 +46,7 @@ def _on_tree(where: str, tree: Tree, axis: Axis, make: Callable[[Sequence[Tensor
         raise _not_exchanged(where, flat, numbers)
     operation = make(tensors)
     operation.name = where
-    inner = torch_private.depth() - axis.run.depth
+    inner = torch_private.depth() - axis.run.depth if axis.slot.count > 1 else 0
     same = flat.structure, are_tensors, operation.options(), f"inside {inner} transforms of torch.func"
     found = _exchange(axis, operation, tensors, same)
     if plain:

@@ -63,8 +63,8 @@ def say_dropped(returned: list[Returned], aux: Tree, where: str) -> None:
 
 
 _WAY_OUT = (
-    "So they stay as they are. Return (loss, new_buffers) with has_aux=True and aux_dims='mean', and pass these to the "
-    "next step or to fdp.set_buffers. If they are to stay, call module.eval()"
+    "If nothing else keeps them, they stay as they are. Return (loss, new_buffers) with has_aux=True and "
+    "aux_dims='mean', and pass these to the next step or to fdp.set_buffers. If they are to stay, call module.eval()"
 )
 
 

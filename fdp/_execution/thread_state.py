@@ -80,7 +80,7 @@ class ThreadState(NamedTuple):
     @classmethod
     def of_caller(cls, devices: Sequence[torch.device]) -> "ThreadState":
         """The state here and now; `devices` are those on which a current stream matters."""
-        transforms = torch_private.layers_here()
+        transforms = torch_private.transforms_here()
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
         dispatch_modes = _dispatch_modes()

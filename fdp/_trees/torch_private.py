@@ -98,37 +98,36 @@ def depth() -> int:
     return len(get_interpreter_stack() or ()) if is_transformed() else 0
 
 
-class Layers:
-    """The innermost transforms of torch.func, to be taken off the stack. No interrupt comes between all and none."""
+class Transforms:
+    """The innermost transforms of torch.func. No interrupt comes while they are taken off the stack or put back."""
 
     def __init__(self, count: int) -> None:
-        self._held: list[Any] = [None]  # where to stop
-        self.take = partial(self._held.extend, map(operator.call, [_pop_layer] * count))
-        self.put_back = partial(deque, map(_push_layer, iter(self._held.pop, None)), 0)
+        self._taken: list[Any] = [None]  # where to stop
+        self._take = partial(self._taken.extend, map(operator.call, [_pop_layer] * count))
+        self._put_back = partial(deque, map(_push_layer, iter(self._taken.pop, None)), 0)
 
-    def held(self) -> list[Any]:
+    def outside(self, call: Callable[[], Result]) -> Result:
+        """What a call returns where they are not active; once."""
+        try:
+            self._take()
+            return call()
+        finally:
+            self._put_back()
+
+    def taken(self) -> list[Any]:
         """Those that were taken, the innermost first."""
-        return self._held[1:]
+        return self._taken[1:]
 
 
-def outside_transforms(call: Callable[[], Result], levels: int | None = None) -> Result:
+def outside_transforms(call: Callable[[], Result], count: int | None = None) -> Result:
     """What a call returns outside of so many transforms of torch.func, by default of all."""
-    layers = Layers(depth() if levels is None else levels)
-    try:
-        layers.take()
-        return call()
-    finally:
-        layers.put_back()
+    return Transforms(depth() if count is None else count).outside(call)
 
 
-def layers_here() -> list[Any]:
+def transforms_here() -> list[Any]:
     """The transforms that are active, as `with_transforms` takes them."""
-    layers = Layers(depth())
-    try:
-        layers.take()
-        return layers.held()
-    finally:
-        layers.put_back()
+    transforms = Transforms(depth())
+    return transforms.outside(transforms.taken)
 
 
 _LEVELS = "collectives inside torch.func meet at each level of its transforms"

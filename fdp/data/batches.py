@@ -34,8 +34,8 @@ class Batches:
     >>> fdp.Batches(5, 2, shuffle=False)[4]
     tensor([2, 3])
 
-    A step may be any number from 0 on: step s is in epoch `s // batches.per_epoch`. There is no last one, so it has no
-    length and is not iterable. To resume, a program needs the number of the step and nothing else.
+    A step may be any number from 0 on: step s is in epoch `s // batches.per_epoch`. There is no last one, so it is
+    not iterable. To resume, a program needs the number of the step and nothing else.
 
     Each epoch has an order of its own, `torch.randperm` of a CPU generator with the seed `fold_in(seed, epoch)`. It is
     made when it is asked for, and the last two are kept, in 4 bytes a row. It does not depend on the generators,
@@ -82,8 +82,11 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """How many batches an epoch has; `len(batches)` is the same."""
         return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
+
+    def __len__(self) -> int:
+        return self.per_epoch
 
     def __getitem__(self, step: int) -> Tensor:
         """The rows of the batch of all processes, a new int64 tensor on the CPU."""

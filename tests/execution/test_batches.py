@@ -189,9 +189,12 @@ def test_there_is_no_last_one():
     batches: Any = fdp.Batches(5, 2)
     with pytest.raises(TypeError, match=r"a Batches has no end, so it is not iterable; batches\[step\] are the rows"):
         list(batches)
-    with pytest.raises(TypeError, match="has no len"):
-        len(batches)
-    assert batches
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_its_length_is_an_epoch(drop_last: bool):
+    batches = fdp.Batches(5, 2, drop_last=drop_last)
+    assert len(batches) == batches.per_epoch == 3 - drop_last
 
 
 def test_inside_of_functions_that_are_transformed_or_only_looked_at():

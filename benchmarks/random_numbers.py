@@ -1,5 +1,9 @@
-"""What `randomness="rows"` costs: a step of a transformer with dropout, beside `"different"`, and the drawing alone."""
+"""What `randomness="rows"` costs: a step of a transformer with dropout, beside `"different"`, and the drawing alone.
 
+A gradient function that is made anew in each step, for its seed, is beside one that is made once.
+"""
+
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +42,24 @@ def draws(slots: int, randomness: Any) -> Callable[[], object]:
     return lambda: fdp.dp_apply(function, None, x, devices, seed=1, randomness=randomness)
 
 
+def seeds() -> dict[str, Callable[[], object]]:
+    """A step of little work, with a gradient function that is made once, or for each seed."""
+    w, x, numbers = torch.randn(64, 64), torch.randn(256, 64), itertools.count()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(x @ w, 0.1).square().mean()
+
+    def made(seed: int) -> Callable[..., object]:
+        return fdp.value_and_grad(loss, devices=fdp.virtual_devices(2), seed=seed)
+
+    once = made(0)
+    return {"once": lambda: once(w, x), "for each seed": lambda: made(next(numbers))(w, x)}
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    times = medians(seeds(), rounds=300)
+    print("a gradient function made " + ", ".join(f"{name}: {t * 1e6:.0f} us a step" for name, t in times.items()))
     for name, make, rounds in (("a transformer", step, 15), ("drawing", draws, 10)):
         cases = {f"{k} {kind}": make(k, kind) for k in SLOTS for kind in ("different", "rows")}
         times = medians(cases, rounds=rounds)

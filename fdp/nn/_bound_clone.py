@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Walk, items, join_path
 from fdp.nn._contents import Contents
 from fdp.nn._reachable import may_lead_to
@@ -120,6 +119,3 @@ class Skeleton:
     def catch_up(self, module: nn.Module) -> None:
         """Have in the clone's containers what has come into those of the module meanwhile."""
         self.contents.catch_up(lambda: {id(part): clone for part, clone in self.pairs(module)})
-
-
-leave_alone(globals())

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fdp._trees.untraced import leave_alone
 from fdp.nn._reachable import ATOMS, LruCache, content, may_lead_to, members
 
 _MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
@@ -204,6 +203,3 @@ def refill(box: Any, content: Any) -> None:
 
 def join_path(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
-
-
-leave_alone(globals())

@@ -6,7 +6,6 @@ from typing import Any, final
 from torch import Tensor
 
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Box, Walk, is_setting, refill, same, translate
 from fdp.nn._merge import merge
 from fdp.nn._reachable import ATOMS, content
@@ -185,6 +184,3 @@ def _not_in(known: Any, box: Any) -> list[Any]:
 
 def _are_plain(values: Any) -> bool:
     return all(type(value) in ATOMS or isinstance(value, Tensor) for value in values)
-
-
-leave_alone(globals())

@@ -14,7 +14,7 @@ from fdp._placement.moves import to_device
 from fdp._placement.partition import check_weights
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
-from fdp._trees.untraced import leave_all_alone, leave_alone
+from fdp._trees.untraced import leave_all_alone
 from fdp.nn._device_ids import devices_of, index_of
 from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
 from fdp.nn._replicas import Loan, current_loan, lending
@@ -266,5 +266,4 @@ def _of_wrapper(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return renamed
 
 
-leave_alone(globals(), ["DataParallel"])
 leave_all_alone(DataParallel._run)

@@ -14,7 +14,6 @@ from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
-from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
 from fdp.nn._contents import OF_PARAMETERS
 from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
@@ -252,6 +251,3 @@ def _check_params(params: Tensors, before: list[int]) -> None:
         f"apply: forward wrote in place to the parameters {names(written)}, which may hold the change now. "
         "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"
     )
-
-
-leave_alone(globals(), ["functional", "Apply", "_apply_clone", "_apply_module"])

@@ -15,7 +15,6 @@ from fdp._execution.process_lock import exclusively
 from fdp._placement.slot import IN_PLACE
 from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_alone
 from fdp.nn._bound_clone import Skeleton
 
 Tensors: TypeAlias = dict[str, Tensor]
@@ -212,6 +211,3 @@ def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:
 
 def kind(value: object) -> str:
     return f"the class {value.__name__}; make an instance" if isinstance(value, type) else type(value).__name__
-
-
-leave_alone(globals(), ["_call_clone", "call_in_place", "take", "_reusable", "is_held", "clear", "forget", "keep"])

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fdp._trees import torch_private
 from fdp._trees.inside import attributes
-from fdp._trees.untraced import leave_alone
 
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
@@ -151,6 +150,3 @@ def content(box: Any) -> list[Any]:
 
 def of_library(name: object) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
-
-
-leave_alone(globals())

@@ -7,7 +7,6 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from fdp._trees.untraced import leave_alone
 from fdp.nn._clone import Box
 
 _setitem: Callable[[Any, Any, Any], None] = operator.setitem
@@ -96,6 +95,3 @@ class TensorSlots:
     def renormalised(self) -> list[str]:
         """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
         return [name for clone, name in self._embeddings if vars(clone).get("max_norm") is not None]
-
-
-leave_alone(globals())

@@ -40,6 +40,7 @@ from fdp._transforms.grad import grad_and_value as grad_and_value
 from fdp._transforms.grad import value_and_grad as value_and_grad
 from fdp._transforms.parallel_apply import parallel_apply as parallel_apply
 from fdp._trees.types import AUTO as AUTO
+from fdp._trees.untraced import leave_alone as _leave_alone
 from fdp.data.batches import Batches as Batches
 from fdp.data.prefetch import prefetch as prefetch
 from fdp.nn._data_parallel import DataParallel as DataParallel
@@ -48,6 +49,8 @@ from fdp.nn._functional import functional as functional
 from fdp.nn._functional_call import functional_call as functional_call
 from fdp.nn._write_back import set_buffers as set_buffers
 from fdp.nn._write_back import set_grads as set_grads
+
+_leave_alone("fdp", but={"fdp._transforms.differentiate.Differentiation"})
 
 __version__ = "0.1.0"
 

@@ -18,7 +18,6 @@ from fdp._execution.thread_state import why_not_beside
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
 from fdp._placement.slot import AXES, Slot, run_in_slot, text_of
 from fdp._trees.types import Executor
-from fdp._trees.untraced import leave_alone
 
 
 class Mode(NamedTuple):
@@ -101,6 +100,3 @@ def _noted(failures: Failures) -> Exception:
             if note not in getattr(first, "__notes__", ()):  # one object may be raised again and again
                 first.add_note(note)
     return first
-
-
-leave_alone(globals())

@@ -19,7 +19,6 @@ import torch
 from fdp._trees import torch_private
 from fdp._trees.at_once import at_once
 from fdp._trees.profiling import NOTHING, stage
-from fdp._trees.untraced import leave_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +177,3 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
     if not 0 <= (device.index or 0) < torch.accelerator.device_count():
         return NOTHING  # under FakeTensorMode there may be devices that do not exist
     return torch.accelerator.device_index(device.index)
-
-
-leave_alone(globals(), ["run_in_slot"])

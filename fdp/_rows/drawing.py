@@ -9,7 +9,6 @@ import torch
 from fdp._placement.slot import Slot
 from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
 from fdp._trees.tree import tensors_of_new
-from fdp._trees.untraced import leave_alone
 
 T = TypeVar("T")
 
@@ -202,6 +201,3 @@ def _is_checkpointed() -> bool:
 
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
-
-
-leave_alone(globals())

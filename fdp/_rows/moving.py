@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._rows.numbered import names, where_called
-from fdp._trees.untraced import leave_alone
 
 
 class MadeOf(NamedTuple):
@@ -99,5 +98,3 @@ _ANYHOW = names("take put put_ masked_scatter masked_scatter_ as_strided as_stri
 _FIXED = {"embedding": (0,), "channel_shuffle": (1,), "native_channel_shuffle": (1,)} | dict.fromkeys(
     ("pixel_shuffle", "pixel_unshuffle"), (-3, -2, -1)
 )
-
-leave_alone(globals())

@@ -10,7 +10,6 @@ from fdp._rows.drawing import AT_ONCE, DEPENDS, ONE_BY_ONE, Draw, Kind
 from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
 from fdp._rows.order import RowOrder
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_alone
 
 _PRIMES = 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157
 
@@ -151,6 +150,3 @@ def _kind(one: tuple[int, ...], other: tuple[int, ...], rows: tuple[int, int]) -
     if one[at] % rows[0] or other[at] % rows[1] or one[at] // rows[0] != other[at] // rows[1]:
         return f"has {one[at]} elements in dim {at} for {rows[0]} rows, and {other[at]} for {rows[1]}"
     return Kind((*one[:at], one[at] // rows[0], *one[at + 1 :]), at)
-
-
-leave_alone(globals())

@@ -17,7 +17,6 @@ from fdp._execution.generators import generators_of
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import Slot, fold_in
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_alone
 
 T = TypeVar("T")
 
@@ -205,5 +204,3 @@ def where_called() -> str:
 
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
-
-leave_alone(globals())

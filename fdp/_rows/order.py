@@ -17,7 +17,6 @@ import torch
 from fdp._rows.moving import OVERWRITES, VIEWS, MadeOf, counts, moves, row_dims
 from fdp._rows.numbered import Called, where_called
 from fdp._trees.tree import tensors_in
-from fdp._trees.untraced import leave_alone
 
 _OUTSIDE = "draw the noise for the whole batch outside of the function, and pass it as an argument that is split"
 MOVED = (
@@ -239,6 +238,3 @@ class RowOrder:
         """Whether it joins a list of rows, all of one shape, in their order."""
         parts = [self._of(x).part for x in made.given]
         return parts == list(range(self._rows)) and len({x.shape for x in made.given}) == 1
-
-
-leave_alone(globals())

@@ -30,7 +30,6 @@ from fdp._trees.profiling import stage
 from fdp._trees.registry import TreeTypeError, TreeValueError, flattened, is_plain, is_plain_structure
 from fdp._trees.tree import PLAIN_CONTAINERS, Flat
 from fdp._trees.types import Dims, Function, Tree
-from fdp._trees.untraced import leave_alone
 
 
 class Shard(NamedTuple):
@@ -172,6 +171,3 @@ def _has_values(flats: Sequence[Flat]) -> bool:
         for flat in flats
         for leaf, spec in zip(flat.leaves, flat.specs, strict=True)
     )
-
-
-leave_alone(globals())

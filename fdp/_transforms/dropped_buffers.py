@@ -14,7 +14,6 @@ from fdp._trees import torch_private
 from fdp._trees.listing import names
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import Tree
-from fdp._trees.untraced import leave_alone
 
 
 class Returned(NamedTuple):
@@ -72,6 +71,3 @@ def _memory(tensor: torch.Tensor) -> int:
     """The same for tensors that share it, inside transforms too."""
     inner = layers(tensor)[-1]
     return torch_private.storage(inner) if inner.layout is torch.strided else id(inner)
-
-
-leave_alone(globals())

@@ -10,7 +10,6 @@ from fdp._placement.slot import AXES
 from fdp._trees import torch_private
 from fdp._trees.listing import names
 from fdp._trees.tracebacks import warn
-from fdp._trees.untraced import leave_alone
 
 
 class BatchNormWarning(UserWarning):
@@ -80,6 +79,3 @@ def _text(module: nn.Module, count: int) -> str:
         f"Batch norm in train mode on {count} slots: {where}{type(module).__name__} takes the statistics of each "
         "slot's own rows, so loss and gradients are not those of one device"
     )
-
-
-leave_alone(globals())

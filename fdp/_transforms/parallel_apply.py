@@ -22,7 +22,6 @@ from fdp._transforms.signatures import SlotOptions, Untold
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
-from fdp._trees.untraced import leave_alone
 
 
 @overload
@@ -149,6 +148,3 @@ def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.dev
             "fdp.scatter(..., keep_empty=True) gives every slot a shard, also of a short batch"
         )
     return slots
-
-
-leave_alone(globals())

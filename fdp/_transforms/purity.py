@@ -10,7 +10,6 @@ from fdp._placement.sharded import Slots, leaf_tensors
 from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, flatten
-from fdp._trees.untraced import leave_alone
 
 
 class MutationCheck(NamedTuple):
@@ -80,6 +79,3 @@ def _paths_of(flat: Flat, index: int, tensor: torch.Tensor) -> list[str]:
         return [path]
     inner = flatten(leaf.shards if isinstance(leaf, Slots) else leaf, path)
     return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
-
-
-leave_alone(globals())

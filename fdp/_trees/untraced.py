@@ -1,8 +1,9 @@
 """Code that torch.compile is to leave alone where it has given up on the call around it and goes on inside."""
 
 import inspect
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fdp._trees import torch_private
@@ -13,14 +14,14 @@ _SKIP = torch_private.FrameExecStrategy(torch_private.FrameAction.SKIP, torch_pr
 _SKIP_ALL = torch_private.FrameExecStrategy(torch_private.FrameAction.SKIP, torch_private.FrameAction.SKIP)
 
 
-def leave_alone(namespace: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Mark the functions and classes that a module defines, or those with the given names."""
-    for name in list(namespace if names is None else names):
-        value = namespace[name]
-        if getattr(value, "__module__", None) == namespace["__name__"]:
-            for function in vars(value).values() if isinstance(value, type) else [value]:
-                for code in _codes(getattr(inspect.unwrap(function), "__code__", None)):
-                    torch_private.set_code_exec_strategy(code, _SKIP)
+def leave_alone(package: str, but: Collection[str]) -> None:
+    """Mark all functions and classes that the modules of a package define, `but` for some, by their names."""
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and f"{module.__name__}.{name}" not in but:
+                for function in vars(value).values() if isinstance(value, type) else [value]:
+                    for code in _codes(getattr(inspect.unwrap(function), "__code__", None)):
+                        torch_private.set_code_exec_strategy(code, _SKIP)
 
 
 def leave_all_alone(function: types.FunctionType) -> None:

@@ -91,5 +91,6 @@ def unreplicate(replicated: Replicated, *, slot: int = 0) -> Tree:
         IndexError: There is no such slot.
     """
     if not isinstance(replicated, Replicated):
-        raise TypeError(f"unreplicate: expected a Replicated, got {type(replicated).__name__}")
+        hint = ". Of what parallel_apply returned, result[0] is that of slot 0" if isinstance(replicated, Slots) else ""
+        raise TypeError(f"unreplicate: expected a Replicated, got {type(replicated).__name__}{hint}")
     return replicated[slot]

@@ -4,19 +4,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
-import torch
-
 from fdp._execution.executor import Mode, run_all
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.peers import peers_of
-from fdp._transforms.arguments import Arg, Options, check_function, keyword_args, positional_args
+from fdp._transforms.arguments import IN_ORDER, Arg, Options, check_function, check_order, keyword_args, positional_args
 from fdp._transforms.call import bind, call_shard
 from fdp._transforms.row_seed import with_rows
 from fdp._transforms.signatures import MapOptions, Mapped
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
-from fdp._trees.untraced import leave_alone
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,7 +21,7 @@ Joined: TypeAlias = int | Literal["mean", "sum", "max", "min"] | None
 """A spec that makes one tensor of those of all slots."""
 
 
-@api_boundary(OF_JAX | {"": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}"})
+@api_boundary(OF_JAX | IN_ORDER)
 def dp_apply(
     fn: Function,
     params: Tree,
@@ -84,8 +81,7 @@ def dp_apply(
         TypeError: A module instead of a function, or an object that is no tree.
         RuntimeError: `fn` wrote in place to an argument.
     """
-    if devices is None and type(inputs) is tuple and inputs and all(isinstance(x, torch.device) for x in inputs):
-        raise TypeError("dp_apply: the inputs are devices; the order is dp_apply(fn, params, inputs, devices)")
+    check_order(inputs, devices, "dp_apply")
     held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
     with peers_of(devices, held).begins("dp_apply"):
         drawn = seed_of(seed, randomness, "dp_apply")
@@ -184,6 +180,3 @@ def _map_shards(
     with call.peers.part():
         out = with_rows(options.seed, functools.partial(call.row_call, fn, options, again), run)
     return out()
-
-
-leave_alone(globals())

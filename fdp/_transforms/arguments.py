@@ -11,7 +11,6 @@ from fdp._execution.seeds import Seed
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
 from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
-from fdp._trees.untraced import leave_alone
 
 
 class Options(NamedTuple):
@@ -122,6 +121,21 @@ def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
     return True
 
 
+IN_ORDER = {
+    "": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}",
+    "*": "Several inputs are a tuple: dp_apply(fn, params, (x, y), devices)",
+}
+"""What to write where the arguments of `dp_apply` are not as they should be."""
+
+
+def check_order(inputs: Tree, devices: Any, where: str) -> None:
+    """The third argument is the inputs, the fourth the devices."""
+    if devices is None and type(inputs) is tuple and inputs and all(isinstance(x, torch.device) for x in inputs):
+        raise TypeError(f"{where}: the inputs are devices; the order is {where}(fn, params, inputs, devices)")
+    if isinstance(devices, torch.Tensor | Slots | dict):
+        raise TypeError(f"{where}: several inputs are a tuple: {where}(fn, params, (x, y), devices)")
+
+
 def check_function(fn: Any, where: str) -> None:
     """A function, not a module."""
     if isinstance(fn, torch.nn.Module):
@@ -132,6 +146,3 @@ def check_function(fn: Any, where: str) -> None:
         )
     if not callable(fn):
         raise TypeError(f"{where}: expected a function, got {type(fn).__name__}")
-
-
-leave_alone(globals())

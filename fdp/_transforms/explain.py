@@ -1,5 +1,6 @@
 """What a call will do, before anything runs: its `Plan`, and what the same code shows on tensors that have no data."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,16 @@ from fdp._placement.plan import Plan, PlannedLeaf
 from fdp._placement.planned_leaves import of_outputs
 from fdp._placement.sharded import Slots
 from fdp._transforms.apply import dp_apply
-from fdp._transforms.arguments import Arg, Options, check_function, check_several, keyword_args, positional_args
+from fdp._transforms.arguments import (
+    IN_ORDER,
+    Arg,
+    Options,
+    check_function,
+    check_order,
+    check_several,
+    keyword_args,
+    positional_args,
+)
 from fdp._transforms.differentiate import Differentiation, settings_of
 from fdp._transforms.dry_run import Fakes
 from fdp._transforms.explain_gradients import of_gradients
@@ -23,7 +33,7 @@ from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
-@api_boundary(OF_JAX | {"": "Keyword inputs of the function go into kwargs={{{0!r}: ...}}"})
+@api_boundary(OF_JAX | IN_ORDER)
 def explain(
     fn: Function,
     params: Tree,
@@ -78,6 +88,7 @@ def explain(
         ValueError, TypeError, RuntimeError: What `dp_apply` would raise for these arguments, or for outputs that
             cannot be joined; a mesh, or a transform of torch.func around the call.
     """
+    check_order(inputs, devices, "explain")
     given = {} if kwargs is None else kwargs
     settings = settings_of(fn)
     if settings is not None:
@@ -86,7 +97,7 @@ def explain(
         _check_said(settings, options | {"seed": seed, "randomness": randomness, "axis_name": axis_name})
         args = (params, *inputs) if type(inputs) is tuple else (params, inputs)
         _check(settings.fn, settings.devices, *args, given)
-        return of_gradients(settings, args, given).plan()
+        return of_gradients(dataclasses.replace(settings, where="explain"), args, given).plan()
     _check(fn, devices, params, inputs, given)
     check_executor(executor, "explain")
     drawn = seed_of(seed, randomness, "explain")
@@ -104,13 +115,11 @@ def explain(
 
     named, n_args = _named(params, inputs, given, in_dims, kwarg_dims)
     check_several(fn, named[:n_args], given, "explain")
-    return Explained("dp_apply", fn, named, n_args, how, run, outputs).plan()
+    return Explained(fn, named, n_args, how, run, outputs).plan()
 
 
 def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
     """Options of a gradient function are those that it was made with."""
-    if isinstance(options["devices"], torch.Tensor | Slots | dict):
-        raise TypeError("explain: several inputs are a tuple: explain(fn, params, (x, y))")
     given = [name for name, value in options.items() if value != _DEFAULTS.get(name)]
     if given:
         raise TypeError(

@@ -43,9 +43,8 @@ def of_gradients(settings: Differentiation, args: tuple[Tree, ...], kwargs: Mapp
     keywords = keyword_args(kwargs, settings.kwarg_dims, "explain")
     check_several(settings.fn, named, kwargs, "explain")
     every = [*named, *keywords.values()]
-    how = settings.options._replace(where="explain")
     return Explained(
-        settings.where, settings.fn, every, len(args), how, run, outputs, settings.microbatches, differentiates=True
+        settings.fn, every, len(args), settings.options, run, outputs, settings.microbatches, differentiates=True
     )
 
 

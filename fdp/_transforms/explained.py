@@ -22,12 +22,8 @@ from fdp._trees.types import Function, Tree
 
 
 class Explained(NamedTuple):
-    """A call: `run` makes it with another function, and `outputs` says what becomes of the results of its shards.
+    """A call: `run` makes it with another function, and `outputs` says what becomes of the results of its shards."""
 
-    `where` is the function under whose name its plans are kept.
-    """
-
-    where: str
     fn: Function
     named: Sequence[Arg]
     n_args: int

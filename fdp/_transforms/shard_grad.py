@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._placement.peers import PeerCall
+from fdp._placement.slot import text_of
 from fdp._transforms.call import Shard, call_shard
 from fdp._transforms.dropped_buffers import noting, say_dropped
 from fdp._trees import torch_private
@@ -231,10 +233,22 @@ def _call(problem: Problem, shard: Shard, trees: Sequence[Tree]) -> Out:
     if torch.compiler.is_compiling():
         return _checked(problem, call_shard(problem.fn, shard))
     with noting() as returned:
-        out = _checked(problem, call_shard(problem.fn, shard))
+        try:
+            out = _checked(problem, call_shard(problem.fn, shard))
+        except RuntimeError as error:
+            if not _A_WRITE.match(text_of(error)):
+                raise
+            raise RuntimeError(f"{problem.where}: {_NO_WRITE}") from error
     if returned:
         say_dropped(returned, out.aux, problem.where)
     return out
+
+
+_A_WRITE = re.compile("a (view of a )?leaf Variable that requires grad is being used in an in-place operation")
+_NO_WRITE = (
+    "the function writes in place to a tensor that requires gradients. It must be pure: work on x.clone(), or return "
+    "the new value"
+)
 
 
 def _checked(problem: Problem, out: Any) -> Out:

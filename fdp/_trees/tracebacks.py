@@ -14,8 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fdp._trees.untraced import leave_alone
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _OF_JAX = {
@@ -33,7 +31,8 @@ _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 def api_boundary(names: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """As a decorator of a public function: hide fdp's own frames in what it raises.
 
-    `names` are keyword arguments that it does not have, and what to write instead; "" for all others.
+    `names` are keyword arguments that it does not have, and what to write instead; "" for all others, "*" for
+    positional ones that are too many.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -102,7 +101,6 @@ def _advise(error: BaseException, names: Mapping[str, str] | None) -> None:
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if unknown is not None:
         way_out = names.get(unknown[1], names.get("", "")).format(unknown[1])
-        error.args = (f"{error}. {way_out}",) if way_out else error.args
-
-
-leave_alone(globals())
+    else:
+        way_out = names.get("*", "") if re.search(r"positional arguments? but|multiple values for", str(error)) else ""
+    error.args = (f"{error}. {way_out}",) if way_out else error.args

@@ -101,13 +101,15 @@ def test_devices_that_are_not_here():
 def test_functions_of_values_and_mistakes():
     plan = fdp.explain(fdp.grad(lambda w, x: (x @ w).mean() * x.sum().item(), devices=SLOTS), numbers(3), X)
     assert (plan.problem or "").startswith("the function depends on values")
-    with pytest.raises(ValueError, match="grad: the loss must be a 0-dim tensor"):
+    with pytest.raises(ValueError, match="explain: the loss must be a 0-dim tensor"):
         fdp.explain(fdp.grad(lambda w, x: x @ w, devices=SLOTS), numbers(3), X)
     step = fdp.value_and_grad(loss, devices=SLOTS)
     with pytest.raises(TypeError, match=r"explain: args\[1\] is one argument, a list of 2.*Pass \*batch"):
         fdp.explain(step, PARAMS, [X, Y])
     mistaken: Any = Y
-    with pytest.raises(TypeError, match=r"explain: several inputs are a tuple: explain\(fn, params, \(x, y\)\)"):
+    with pytest.raises(
+        TypeError, match=r"explain: several inputs are a tuple: explain\(fn, params, \(x, y\), devices\)"
+    ):
         fdp.explain(step, PARAMS, X, mistaken)
     with pytest.raises(TypeError, match=r"explain: devices, seed: .*Write value_and_grad\(loss, devices=\.\.\.\)"):
         fdp.explain(step, PARAMS, (X, Y), SLOTS, seed=0)

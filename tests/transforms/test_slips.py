@@ -61,6 +61,34 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ANY.dp_apply(loss, W, X, SLOTS, y=Y),
         r"argument 'y'. .* go into kwargs=\{'y': ...\}",
     ),
+    "several inputs": (
+        lambda: ANY.dp_apply(loss, W, X, Y, SLOTS),
+        r"5 were given. Several inputs are a tuple: dp_apply\(fn, params, \(x, y\), devices\)$",
+    ),
+    "several inputs and devices=": (
+        lambda: ANY.dp_apply(loss, W, X, Y, devices=SLOTS),
+        r"values for argument 'devices'. Several inputs are a tuple: dp_apply\(fn, params, \(x, y\), devices\)$",
+    ),
+    "several inputs and no devices": (
+        lambda: ANY.dp_apply(loss, W, X, Y),
+        r"^dp_apply: several inputs are a tuple: dp_apply\(fn, params, \(x, y\), devices\)$",
+    ),
+    "several inputs to explain": (
+        lambda: ANY.explain(loss, W, X, Y, SLOTS),
+        r"5 were given. Several inputs are a tuple: dp_apply\(fn, params, \(x, y\), devices\)$",
+    ),
+    "unreplicate of results": (
+        lambda: fdp.unreplicate(ANY.parallel_apply(torch.neg, replicated())),
+        r"expected a Replicated, got Sharded. Of what parallel_apply returned, result\[0\] is that of slot 0$",
+    ),
+    "explain of a loss that is none": (
+        lambda: fdp.explain(fdp.value_and_grad(lambda w, x: x * w, devices=SLOTS), W, X),
+        r"^explain: the loss must be a 0-dim tensor, got shape \(3, 3\)",
+    ),
+    "explain of a loss of other arguments": (
+        lambda: fdp.explain(fdp.value_and_grad(loss, argnums=4, devices=SLOTS), W, (X, Y)),
+        r"^explain: argnums is 4, but there are 3 positional arguments",
+    ),
     "in_axes": (lambda: ANY.value_and_grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
     "in_axes of grad": (lambda: ANY.grad(loss, in_axes=0), r"What JAX calls in_axes is in_dims here"),
     "mesh": (lambda: ANY.shard_map(loss, mesh=SLOTS), r"What JAX calls mesh is devices here"),
@@ -98,6 +126,18 @@ def test_arguments_in_another_order_are_shown():
 def test_devices_in_the_call_of_a_transformed_loss():
     notes = notes_of(lambda: ANY.value_and_grad(loss)(W, X, Y, devices=SLOTS))
     assert "devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)" in notes
+
+
+@pytest.mark.parametrize("part", [slice(None), 0])
+@pytest.mark.parametrize("devices", ["cpu", SLOTS])
+def test_a_write_to_what_is_differentiated(part: Any, devices: Any):
+    def writes(w: Tensor, x: Tensor) -> Tensor:
+        w[part] = 2.0
+        return (x @ w).mean()
+
+    with pytest.raises(RuntimeError, match=r"^value_and_grad: the function writes in place to a tensor that") as caught:
+        fdp.value_and_grad(writes, devices=devices)(W.clone(), X)
+    assert "leaf Variable" in str(caught.value.__cause__)
 
 
 # ---- tracebacks

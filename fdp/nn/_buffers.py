@@ -1,45 +1,39 @@
 """The buffers of a module after its replicas have run."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor, nn
 
 from fdp._placement.moves import copy
 from fdp.nn._copies import Names
-
-Buffer = tuple[nn.Module, str, Any]
-"""The part of the user's module that has a buffer, its name there, and what a replica has in its place."""
+from fdp.nn._replicate import InPlace
 
 
-class Lent(Protocol):
-    """A replica, of which ids of buffers are those of copies."""
+def keep_buffers(module: nn.Module, replica: nn.Module) -> None:
+    """Give the module what a replica of it has in place of its buffers.
 
-    copy_of: dict[int, Tensor]
-
-    def buffers_now(self) -> Iterator[Buffer]:
-        """All buffers as they are now."""
-        ...
-
-
-def write_first(lent: Lent, device: torch.device) -> None:
-    """Give the module what a replica has in place of its buffers.
-
-    What was written in place is there already, unless the replica has copies.
+    What was written in place is there already, unless the replica has copies on another device.
     """
-    for part, key, value in lent.buffers_now():
-        own = _own(part, key)
-        if value is own or key not in part._buffers:  # what forward registers goes with the replica
-            continue
-        if own is None or lent.copy_of.get(id(value)) is not own:
-            setattr(part, key, None if value is None else copy(value, device, Names([key]), 0))
-        elif not is_same(own, moved := copy(value.detach(), own.device, Names([key]), 0)):
-            write(own, moved)
+    swapped = vars(replica).get("tensors", {}) if isinstance(replica, InPlace) else None
+    if swapped is None and "_is_replica" not in vars(replica):
+        return  # somebody else's, who shares them or not
+    parts = dict(replica.named_modules()) if swapped is None else {}
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    for path, part in module.named_modules():
+        for key, own in list(part._buffers.items()):
+            if swapped is None:
+                value = parts[path]._buffers.get(key, own) if path in parts else own
+            else:
+                value = swapped.get(names.get(id(own), ""), own)
+            _give(part, key, own, value)
 
 
-def _own(part: nn.Module, key: str) -> Tensor | None:
-    return part._buffers.get(key)
+def _give(part: nn.Module, key: str, own: Tensor | None, value: object) -> None:
+    if value is own or not isinstance(value, Tensor | None):  # where forward has deleted it, torch leaves a mark
+        return
+    if own is None or value is None or value.device == own.device:
+        setattr(part, key, value if own is None or value is None else copy(value, own.device, Names([key]), 0))
+    elif not is_same(own, moved := copy(value.detach(), own.device, Names([key]), 0)):
+        write(own, moved)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

@@ -1,205 +1,193 @@
-"""One walk over a module: clones of its modules and containers, and whether anything else leads back to it."""
+"""A clone of a tree of modules: made for one call, over other tensors, and thrown away."""
 
+import functools
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fdp.nn._reachable import ATOMS, LruCache, content, may_lead_to, members
+from fdp.nn._reachable import OF_CLONE
+from fdp.nn._recipe import Recipe
+from fdp.nn._values import ATOMS, BOXES
+from fdp.nn._walk import HOOKS, Attributes, Part, join
 
-_MUTABLE = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
-
-# What every module has of its own; a forward never reads the ones about state dicts.
-REGISTRIES = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-_NOT_IN_FORWARD = frozenset(key for key in REGISTRIES if "state_dict" in key)
-# These say more about hooks and buffers that are in others, and change with those.
-_SECONDARY = frozenset(key for key in REGISTRIES if key.endswith(("_with_kwargs", "_always_called", "_buffers_set")))
-_BACKWARD_HOOKS = frozenset({"_backward_hooks", "_backward_pre_hooks"})
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-class Box(NamedTuple):
-    """A mutable container and the clone's own: the `__dict__` of a module, one of its registries, a list attribute."""
+class _NoHooks(OrderedDict[Any, Any]):
+    """The hooks of clones without any, one for all of them: to make some takes longer than the rest of a clone."""
 
-    original: Any
-    seen: Any  # what was in it when it was last looked at
-    own: Any
-    idle: Any  # what is in the clone's own between calls
-    path: str
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise RuntimeError(
+            "forward registers a hook on a module that is called with other tensors, and the clone that runs goes with "
+            "the call. Register the hook before: every later call has it"
+        )
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
 
 
-class Walk:
-    """One walk over a module: a clone of it, and what was met on the way.
+_NONE = _NoHooks()
+_WITHOUT_HOOKS: dict[str, Any] = dict.fromkeys((*HOOKS, *_FLAGS), _NONE)
+_new = object.__new__
+_put = vars(nn.Module)["__dict__"].__set__  # `object.__setattr__(module, "__dict__", ...)` takes longer
 
-    If the clone `shares`, it has the containers of the module that need no clone because no module is in them.
+
+class Clone(NamedTuple):
+    """The modules of a clone, in the order of the recipe's parts, and what they share with the module's."""
+
+    modules: Sequence[Any]
+    plain: Sequence[tuple[str, Tensor]]
+    """Tensors that are neither parameters nor buffers, by path."""
+
+    def now(self, recipe: Recipe, names: Iterable[str]) -> dict[str, Any]:
+        """What is under the names by now: other tensors than were given, where forward has put such there."""
+        now: dict[str, Any] = {}
+        for name in names:
+            i, registry, key = recipe.places[recipe.numbers[name] - 1]
+            held = self.modules[i].__dict__[registry]
+            if key in held:
+                now[name] = held[key]
+        return now
+
+
+def clone(
+    recipe: Recipe,
+    states: Sequence[Attributes],
+    tensors: Sequence[Any],
+    *,
+    shares: bool = False,
+    marks: Mapping[str, Any] | None = None,
+) -> Clone:
+    """New modules with the attributes of the module's, over tensors by number.
+
+    If the clone `shares`, it has the lists, dicts and sets of the module in which there is no tensor or module of it.
     """
+    made: list[Any] = [*map(_new, recipe.kinds()), None]
+    common = {**_WITHOUT_HOOKS, OF_CLONE: True, **(marks or {})} if shares else _WITHOUT_HOOKS
+    for (children, params, buffers), state, module in zip(recipe.links, states, made, strict=False):
+        own = state.copy()
+        own.update(common)
+        own["_modules"] = {key: made[i] for key, i in children} if children else {}
+        own["_parameters"] = {key: tensors[i] for key, i in params} if params else {}
+        own["_buffers"] = {key: tensors[i] for key, i in buffers} if buffers else {}
+        own["_non_persistent_buffers_set"] = own["_non_persistent_buffers_set"].copy()
+        _put(module, own)
+    plain = list(zip(recipe.unnamed, tensors[len(recipe.numbers) + 1 :], strict=True))
+    if not recipe.odd:
+        return Clone(made, plain)
+    copier = _Copier(recipe, states, made, tensors, shares)
+    for i in recipe.odd:
+        copier.complete(recipe.parts[i], states[i], vars(made[i]))
+    return Clone(made, [*plain, *copier.plain])
 
-    def __init__(self, module: nn.Module, *, shares: bool) -> None:
-        self.clones: dict[int, Any] = {}  # by the id of the original
-        self.modules: list[tuple[nn.Module, nn.Module]] = []
-        self.states: list[Box] = []
-        self.registries: list[Box] = []
-        self.secondary: list[Box] = []  # registries that do not change alone
-        self.containers: list[Box] = []
-        self.slots: list[tuple[nn.Module, str, Box]] = []  # registries of tensors, and whose
-        self.tensors: dict[str, Tensor] = {}
-        self.shared: list[Any] = []
-        # Kept, but of no concern to forward. The properties of a parametrized module close over it.
-        self.unread: list[Any] = [made for made in vars(type(module)).values() if isinstance(made, property)]
-        self.trusted, self.cyclic = True, False
-        self._module, self._shares = module, shares
-        try:
-            self.root = self._clone(module, "")
-        except Exception:  # deeper than the stack, or a key that has no hash before it is complete
-            self.root, self.trusted = module, False
-        self._share_classes()
 
-    def _clone(self, value: Any, path: str) -> Any:
+class _Partial:
+    """A bound method or a partial of a clone, in which it may be an attribute: it does not keep the clone alive."""
+
+    def __init__(self, parts: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        self._parts, self._keywords = parts, keywords
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        func, *first = self._live()
+        return func(*first, *args, **{**self._keywords, **keywords})
+
+    def _live(self) -> list[Any]:
+        parts = [each() if type(each) is weakref.ref else each for each in self._parts]
+        if any(now is None is not each for each, now in zip(self._parts, parts, strict=True)):
+            raise RuntimeError("A bound method of a clone is called after the call that the clone was made for")
+        return parts
+
+    @property
+    def __func__(self) -> Any:
+        return self._live()[0]
+
+    @property
+    def __self__(self) -> Any:
+        return self._live()[1]
+
+
+class _Copier:
+    """What in a module refers to tensors and modules, referring to those of the clone."""
+
+    def __init__(
+        self, recipe: Recipe, states: Sequence[Attributes], made: Sequence[Any], tensors: Sequence[Any], shares: bool
+    ) -> None:
+        self._of = dict(zip(recipe.ids, made, strict=False))
+        self._of.update(zip(map(id, recipe.tensors(states)[1:]), tensors[1:], strict=True))
+        self._mapped = frozenset(self._of)
+        self._registered = set(map(id, made[: recipe.registered]))
+        self._shares = shares
+        self.plain: list[tuple[str, Tensor]] = []
+
+    def complete(self, part: Part, state: Attributes, own: Attributes) -> None:
+        for key in part.own:
+            own[key] = self._copy(state[key], join(part.path, key))
+        if part.has_hooks:
+            own.update({key: state[key].copy() for key in _FLAGS})
+            own.update({key: self._dict(state[key].copy(), key) for key in HOOKS})
+
+    def _copy(self, value: Any, path: str) -> Any:
         kind = type(value)
         if kind in ATOMS:
             return value
-        if id(value) in self.clones:
-            self.cyclic |= value is self._module
-            return self.clones[id(value)]
-        if issubclass(kind, Tensor):
-            self.tensors[path] = value
-            return value
-        if issubclass(kind, nn.Module):
-            return self._clone_module(value, path)
-        if kind in _MUTABLE:
-            return self._clone_container(value, path)
+        if id(value) in self._of:
+            return self._of[id(value)]
+        if kind in BOXES:
+            own = self._of[id(value)] = value.copy()
+            held = own.copy()
+            self._dict(own, path) if isinstance(own, dict) else _refill(own, self._all(own, path))
+            if self._shares and self._mapped.isdisjoint(map(id, _contents(held))) and _same(own, held):
+                self._of[id(value)] = own = value
+            return own
         if kind in (tuple, frozenset):
-            parts = [self._clone(part, join_path(path, i)) for i, part in enumerate(value)]
+            parts = self._all(value, path)
             return value if all(map(is_, parts, value)) else kind(parts)
         if kind is types.MethodType:
-            owner = self._clone(value.__self__, path)
-            self.shared.append(value.__func__)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        self.shared.append(value)
+            return self._partial(value, value.__func__, (value.__self__,), {}, path)
+        if kind is functools.partial:
+            return self._partial(value, value.func, value.args, value.keywords, path)
+        if isinstance(value, Tensor):
+            self.plain.append((path, value))
         return value
 
-    def _clone_module(self, module: nn.Module, path: str) -> nn.Module:
-        kind = type(module)
-        if issubclass(kind, torch.jit.ScriptModule):
-            self.trusted = False
-            return module
-        # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
-        plain = kind.__basicsize__ == nn.Module.__basicsize__ and not hasattr(kind, "__del__")
-        self.trusted &= plain and not issubclass(kind, nn.DataParallel)
-        clone = object.__new__(kind if plain else nn.Module)
-        self.clones[id(module)] = clone
-        self.modules.append((module, clone))
-        seen = vars(module).copy()
-        idle = seen.copy()
-        self.states.append(Box(vars(module), seen, vars(clone), idle, path))
-        for key, value in seen.items():
-            idle[key] = self._clone_attribute(module, key, value, path)
-        vars(clone).update(idle)
-        return clone
-
-    def _clone_attribute(self, module: nn.Module, key: str, value: Any, path: str) -> Any:
-        if key in _NOT_IN_FORWARD or isinstance(value, torch.fx.Graph):  # the code was generated from the graph
-            self.unread.append(value)
+    def _partial(self, value: Any, *parts: Any) -> Any:
+        *held, path = parts
+        func, args, keywords = copied = [self._copy(part, path) for part in held]
+        if all(map(is_, copied, held)):
             return value
-        if key not in REGISTRIES or type(value) not in _MUTABLE:
-            return self._clone(value, join_path(path, key))
-        # Backward hooks get the module after the call, when the clone may already serve another.
-        self.trusted &= not (key in _BACKWARD_HOOKS and value)
-        box = self._clone_box(value, path, self.secondary if key in _SECONDARY else self.registries)
-        if key in ("_parameters", "_buffers"):
-            self.slots.append((module, key, box))
-        return box.own
+        weak = [weakref.ref(each) if id(each) in self._registered else each for each in (func, *args)]
+        return _Partial(weak, keywords)
 
-    def _clone_container(self, value: Any, path: str) -> Any:
-        box = self._clone_box(value, path, self.containers)
-        if not self._shares or not same(box.idle, box.seen):
-            return box.own
-        self.containers.pop()  # those of what is in it have gone the same way
-        self.clones[id(value)] = value
-        return value
+    def _all(self, values: Any, path: str) -> list[Any]:
+        return [self._copy(value, f"{path}.{i}") for i, value in enumerate(values)]
 
-    def _clone_box(self, value: Any, path: str, boxes: list[Box]) -> Box:
-        seen = value.copy()  # at once: other threads may write to it
-        own, idle = seen.copy(), seen.copy()
+    def _dict(self, own: dict[Any, Any], path: str) -> dict[Any, Any]:
+        held = [(self._copy(key, path), self._copy(value, f"{path}.{key}")) for key, value in own.items()]
+        if isinstance(own, defaultdict):
+            own.default_factory = self._copy(own.default_factory, path)
         own.clear()
-        self.clones[id(value)] = own
-        if isinstance(value, defaultdict):
-            self.shared.append(value.default_factory)
-        boxes.append(box := Box(value, seen, own, idle, path))
-        if isinstance(seen, dict):
-            refill(idle, {self._clone(k, path): self._clone(item, join_path(path, k)) for k, item in seen.items()})
-        else:
-            refill(idle, [self._clone(item, join_path(path, i)) for i, item in enumerate(seen)])
-        refill(own, idle)
-        return box
-
-    def is_reached_from(self, values: list[Any]) -> bool:
-        """Whether these may lead to a part of the module: to a module, or to a container that is more than settings."""
-        settings = {id(box.original) for box in self.containers if is_setting(box.seen)}
-        return bool(values) and may_lead_to(values, self.clones.keys() - settings)
-
-    def _share_classes(self) -> None:
-        """What the user's own classes know is shared too."""
-        found = [member for kind in {type(module) for module, _ in self.modules} for member in members(kind)]
-        # A cache on a method keeps every instance that was called.
-        self.trusted &= not any(isinstance(member, LruCache) for member in found)
-        self.shared += found
+        own.update(held)
+        return own
 
 
-def same(now: Any, before: Any) -> bool:
+def _refill(own: Any, held: list[Any]) -> None:
+    own.clear()
+    (own.update if isinstance(own, set) else own.extend)(held)
+
+
+def _contents(box: Any) -> Iterable[Any]:
+    return chain(box, box.values()) if isinstance(box, dict) else box
+
+
+def _same(a: Any, b: Any) -> bool:
     """Whether two containers hold the same objects."""
-    if len(now) != len(before):
-        return False
-    try:
-        if isinstance(now, set):  # without an order
-            return set(map(id, now)) == set(map(id, before))
-        values = isinstance(now, dict)
-        return all(map(is_, now, before)) and (not values or all(map(is_, now.values(), before.values())))
-    except RuntimeError:  # another thread writes to it at this moment, which can be where Python has no lock
-        return False
-
-
-def is_setting(value: Any, around: frozenset[int] = frozenset()) -> bool:
-    """Whether a value is made of numbers and strings, and not an empty container that waits for something."""
-    if type(value) in _MUTABLE or type(value) in (tuple, frozenset):
-        inside = around | {id(value)}
-        return len(value) > 0 and id(value) not in around and all(is_setting(each, inside) for each in content(value))
-    return type(value) in ATOMS
-
-
-def items(box: Any) -> Iterable[tuple[Any, Any]]:
-    """The entries of a container: those of a set have no place."""
-    if isinstance(box, dict):
-        return box.items()
-    return () if isinstance(box, set) else enumerate(box)
-
-
-def translate(value: Any, table: Mapping[int, Any]) -> Any:
-    """The value with what the table has, by id, in place of what is in it."""
-    if id(value) in table:
-        return table[id(value)]
-    if type(value) is dict:
-        made = {translate(key, table): translate(item, table) for key, item in value.items()}
-        return value if same(made, value) else made
-    if type(value) in (list, tuple, set):
-        parts = [translate(item, table) for item in value]
-        return value if all(map(is_, parts, value)) else type(value)(parts)
-    if type(value) is types.MethodType and id(value.__self__) in table:
-        return types.MethodType(value.__func__, table[id(value.__self__)])
-    return value
-
-
-def refill(box: Any, content: Any) -> None:
-    if isinstance(box, dict):
-        for key in box.keys() - content.keys():
-            del box[key]
-    if not isinstance(box, dict) or list(box) != list(content):  # if it can be helped, never empty for other threads
-        box.clear()
-    box.extend(content) if isinstance(box, list | deque) else box.update(content)
-
-
-def join_path(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    held = (
+        [set(map(id, a)), set(map(id, b))] if isinstance(a, set) else [list(map(id, _contents(box))) for box in (a, b)]
+    )
+    return held[0] == held[1]

@@ -8,17 +8,17 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import nn
 
-from fdp._execution.executor import Mode, check_executor, why_in_order
+from fdp._execution.executor import Mode, check_executor
 from fdp._placement.devices import as_devices, warn_of_imbalance
 from fdp._placement.moves import to_device
-from fdp._placement.partition import check_weights
+from fdp._placement.partition import Partition, check_weights
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone
+from fdp.nn._buffers import keep_buffers
 from fdp.nn._device_ids import devices_of, index_of
-from fdp.nn._parallel_apply import IN_ORDER, check_lengths, run_modules
-from fdp.nn._replicas import Loan, current_loan, lending
-from fdp.nn._replicate import replicate
+from fdp.nn._parallel_apply import check_lengths, run_modules
+from fdp.nn._replicate import InPlace, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,9 +44,8 @@ class DataParallel(nn.Module, Generic[M]):
 
     Subclasses may override `replicate`, `scatter`, `parallel_apply` and `gather`.
 
-    What forward puts into lists, dicts and sets of the module is there after the call, and an error under
-    `executor="threads"`; attributes that it sets are lost. Objects of other classes that the module holds are shared:
-    ask for no threads if forward writes to them.
+    Replicas share what torch's share: lists, dicts and sets of the module, unless its tensors or modules are in them,
+    and objects of other classes. Ask for no threads if forward writes to them. Attributes that forward sets are lost.
 
     Dropout draws from the generators that there are: run side by side on the CPU, replicas share one, and their masks
     vary between runs.
@@ -141,53 +140,33 @@ class DataParallel(nn.Module, Generic[M]):
             self._check_placement(chain(self.module.parameters(), self.module.buffers()))
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
-        with lending(self.module) as loan:
-            self._check_placement(chain(loan.params.values(), loan.buffers.values()))
-            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            if not args and not keywords:
-                args, keywords = ((),), ({},)
-            replicas = self.replicate(self.module, self._ids_of(len(args), loan))
-            outputs = self.parallel_apply(replicas, args, keywords)
-            output = self.gather(outputs, cast(Any, self.output_device))
-            loan.write_back(replicas)
-            del replicas  # which may then serve the next call
-            return output
+        self._check_placement(chain(self.module.parameters(), self.module.buffers()))
+        args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+        if not args and not keywords:
+            args, keywords = ((),), ({},)
+        replicas = self.replicate(self.module, self._ids_of(args))
+        output = self.gather(self.parallel_apply(replicas, args, keywords), cast(Any, self.output_device))
+        keep_buffers(self.module, replicas[0])
+        return output
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
-        loan = current_loan(module)
-        if loan is None:
-            return replicate(module, device_ids, not torch.is_grad_enabled())
-        return cast("list[M]", loan.replicate(as_devices(list(device_ids), self._where)))
+        return replicas_of(module, as_devices(list(device_ids), self._where), self._where, InPlace)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
     ) -> tuple[Inputs, Keywords]:
         """Split the arguments: those of each replica, positional ones first."""
-        devices, loan = as_devices(list(device_ids), self._where), current_loan(self.module)
+        devices = as_devices(list(device_ids), self._where)
         args, keywords, plan = split_call(inputs, kwargs or {}, devices, self.dim, self._weights, self._where)
-        if loan is not None:
-            loan.plan = plan
-        return args, keywords
+        return _Shards(args, plan), keywords
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas, each with its arguments. None for `kwargs` is none for all of them."""
         check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
-        loan = current_loan(self.module)
-        devices = as_devices(self._ids_of(len(replicas), loan), self._where)
-        if loan is None:
-            return run_modules(replicas, inputs, kwargs, devices, None, IN_ORDER)
-        sizes = loan.plan.sizes if loan.plan and len(loan.plan.slots) == len(replicas) else None
-        mode = Mode(self._executor)
-        if why_in_order(mode, len(replicas)) is not None:
-            return run_modules(loan.in_turn(replicas), inputs, kwargs, devices, sizes, mode)
-        outputs = run_modules(replicas, inputs, kwargs, devices, sizes, mode)
-        if loan.have_filled(replicas):
-            raise RuntimeError(
-                f"{self._where}: executor='threads': forward puts something into a list, dict or set of the module, "
-                "which others do meanwhile. Pass executor='sequential'"
-            )
-        return outputs
+        devices = as_devices(self._ids_of(inputs), self._where)
+        plan = inputs.plan if isinstance(inputs, _Shards) else None
+        return run_modules(replicas, inputs, kwargs, devices, plan and plan.sizes, Mode(self._executor))
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""
@@ -200,11 +179,11 @@ class DataParallel(nn.Module, Generic[M]):
             state_dict = _of_wrapper(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _ids_of(self, count: int, loan: Loan | None) -> list[int | torch.device]:
-        """The devices of so many replicas: those that have rows."""
-        if loan is not None and loan.plan is not None and len(loan.plan.slots) == count:
-            return [self.device_ids[slot] for slot in loan.plan.slots]
-        return self.device_ids[:count]
+    def _ids_of(self, inputs: Sequence[Any]) -> list[int | torch.device]:
+        """The devices of the replicas: those that have rows."""
+        if isinstance(inputs, _Shards) and inputs.plan is not None:
+            return [self.device_ids[slot] for slot in inputs.plan.slots]
+        return self.device_ids[: len(inputs)]
 
     def _check_placement(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -255,6 +234,17 @@ def data_parallel(
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
     return shim._run(args, kwargs) if shim.device_ids else module(*args, **kwargs)
+
+
+class _Shards(tuple[tuple[Any, ...], ...]):
+    """The positional arguments of each replica, with the partition of the rows."""
+
+    plan: Partition | None
+
+    def __new__(cls, args: Inputs, plan: Partition | None) -> "_Shards":
+        shards = super().__new__(cls, args)
+        shards.plan = plan
+        return shards
 
 
 def _of_wrapper(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Modules as functions: parameters and buffers go in, the output and new buffers come out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias, final
@@ -14,12 +14,15 @@ from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
-from fdp.nn._bound_clone import Skeleton
-from fdp.nn._contents import OF_PARAMETERS
-from fdp.nn._functional_call import Tensors, call_in_place, clear, forget, in_place, is_held, kind, take
+from fdp.nn._clone import clone
+from fdp.nn._functional_call import kind
+from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
+from fdp.nn._recipe import Recipe, recipe_of
+from fdp.nn._walk import Attributes
 from fdp.nn._write_back import remember
 
 State: TypeAlias = tuple[Tensors, Tensors]
+_OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")  # recurrent modules make them of what is bound
 
 
 @final
@@ -32,7 +35,6 @@ class Apply:
     def __init__(self, module: nn.Module) -> None:
         self.out_dims = (0, "mean")  # not of the class: what `functools.wraps` makes has it too
         self._module = module
-        self._pool: list[Skeleton] = []
 
     def __reduce__(self) -> Any:
         return Apply, (self._module,)
@@ -40,17 +42,17 @@ class Apply:
     def __call__(self, state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
         """The module's output, and the buffers after the call."""
         params, buffers = _as_state(state)
-        module, pool = self._module, self._pool
+        module = self._module
         if torch.compiler.is_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
-        skeleton = take(pool, module)
-        if skeleton.has_own_statistics:
+        recipe, states = recipe_of(module)
+        if recipe.takes_own_statistics():
             say_own(module)
         try:
-            if skeleton.trusted and not torch_private.has_any_global_hook():
-                out, new_buffers = _apply_clone(module, skeleton, pool, params, buffers, args, kwargs)
+            if runs_in_place(recipe):
+                out, new_buffers = _apply_in_place(module, recipe, params, buffers, args, kwargs)
             else:
-                out, new_buffers = _apply_module(module, skeleton, pool, params, buffers, args, kwargs)
+                out, new_buffers = _apply_clone(module, recipe, states, params, buffers, args, kwargs)
         except (TypeError, AttributeError) as error:
             note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
             raise
@@ -110,11 +112,9 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
     own = dict(module.named_parameters())
     _check_names(params, buffers, own, dict(module.named_buffers()))
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    weights = [part.weight for part in embeddings if part.max_norm is not None]
-    bound = _with_copies(params, buffers, [name for name, p in own.items() if any(p is weight for weight in weights)])
+    bound = _with_copies(module, own, params, buffers)
     recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    kept = [(part, name, getattr(part, name)) for part in recurrent for name in OF_PARAMETERS if hasattr(part, name)]
+    kept = [(part, name, getattr(part, name)) for part in recurrent for name in _OF_PARAMETERS if hasattr(part, name)]
     out = torch.func.functional_call(module, bound, args, kwargs)
     for part, name, value in kept:  # else they are those of this call, and the next would be compiled anew
         setattr(part, name, value)
@@ -123,64 +123,50 @@ def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: An
 
 def _apply_clone(
     module: nn.Module,
-    skeleton: Skeleton,
-    pool: list[Skeleton],
+    recipe: Recipe,
+    states: list[Attributes],
     params: Tensors,
     buffers: Tensors,
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Tensors]:
-    held = False
-    try:
-        _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
-        versions, given = skeleton.versions(), _versions(params)
-        written = skeleton.slots.renormalised()
-        bound = _with_copies(params, buffers, written) if buffers or written else params
-        skeleton.slots.bind(bound)
-        out = skeleton.root(*args, **kwargs)
-        new_buffers = skeleton.slots.bound(buffers) if buffers else {}
-        held = is_held(skeleton)
-        if versions:
-            _check_versions(versions, skeleton.versions())
-        _check_params(params, given)
-        note_changed(module, bound, new_buffers)
-        return out, new_buffers
-    finally:
-        if not held:
-            pool.append(clear(skeleton))
+    _check_names(params, buffers, recipe.params, recipe.buffers)
+    given = [*map(params.__getitem__, recipe.params)]
+    copies = [buffers[name].clone() for name in recipe.buffers]
+    tensors = [None, *given, *copies, *recipe.others(states)]
+    for number in recipe.renormalised(states):
+        tensors[number] = tensors[number].clone()
+    made = clone(recipe, states, tensors)
+    before, plain = _versions(given), _versions_of(made.plain)
+    out = made.modules[0](*args, **kwargs)
+    _check_plain(made.plain, plain)
+    _check_params(recipe.params, before, _versions(given))
+    new_buffers = made.now(recipe, buffers)
+    note_changed(module, dict(zip(recipe.buffers, copies, strict=True)), new_buffers)
+    return out, new_buffers
 
 
-def _apply_module(
-    module: nn.Module,
-    skeleton: Skeleton,
-    pool: list[Skeleton],
-    params: Tensors,
-    buffers: Tensors,
-    args: Any,
-    kwargs: Any,
+def _apply_in_place(
+    module: nn.Module, recipe: Recipe, params: Tensors, buffers: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    with in_place():
-        if not skeleton.is_current(module):  # another call in place may have been under way
-            skeleton = Skeleton(module)
-        _check_names(params, buffers, skeleton.slots.params, skeleton.slots.buffers)
-        versions, given = skeleton.versions(), _versions(params)
-        bound = _with_copies(params, buffers, skeleton.slots.renormalised())
-        copied = dict(bound)
-        try:
-            out = call_in_place(module, bound, args, kwargs)
-        finally:
-            forget(skeleton.original_ids)
-            skeleton.contents.restore()
-            pool.append(skeleton)
-        _check_versions(versions, skeleton.versions())
-        _check_params(params, given)
+    with in_place(module, recipe):
+        own = dict(module.named_parameters())
+        _check_names(params, buffers, own, dict(module.named_buffers()))
+        bound = _with_copies(module, own, params, buffers)
+        copied, before = dict(bound), _versions(params.values())
+        out = call_in_place(module, bound, args, kwargs)
+        _check_params(params, before, _versions(params.values()))
         # Where forward has deleted a buffer, torch leaves a mark of its own.
         new_buffers = {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
         note_changed(module, copied, new_buffers)
         return out, new_buffers
 
 
-def _with_copies(params: Tensors, buffers: Tensors, written: Iterable[str]) -> Tensors:
+def _with_copies(module: nn.Module, own: Mapping[str, Tensor], params: Tensors, buffers: Tensors) -> Tensors:
+    """Tensors to put into the module: copies of what forward writes to, buffers and embeddings with `max_norm`."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    weights = [part.weight for part in embeddings if part.max_norm is not None]
+    written = [name for name, p in own.items() if any(p is weight for weight in weights)]
     copies = {name: params[name].clone() for name in written}
     return {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
 
@@ -221,20 +207,26 @@ def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expect
     raise ValueError(f"apply: {'; '.join(problems)}. Pass (params, buffers) with the names functional(module) returns")
 
 
-def _check_versions(before: dict[str, int], after: dict[str, int]) -> None:
-    written = [path for path, version in after.items() if before.get(path, version) != version]
-    if written:
-        raise RuntimeError(
-            f"apply: forward wrote in place to {names(written)}, plain tensor attributes that all calls "
-            "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
-            "returns them"
-        )
+def _check_plain(plain: Sequence[tuple[str, Tensor]], before: list[int | None]) -> None:
+    now = _versions_of(plain)
+    if now == before:
+        return
+    written = [path for (path, _), old, new in zip(plain, before, now, strict=True) if old != new]
+    raise RuntimeError(
+        f"apply: forward wrote in place to {names(written)}, plain tensor attributes that all calls "
+        "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
+        "returns them"
+    )
 
 
-def _versions(params: Tensors) -> list[int]:
+def _versions_of(plain: Sequence[tuple[str, Tensor]]) -> list[int | None]:
+    return [None if tensor.is_inference() else torch_private.version(tensor) for _, tensor in plain]
+
+
+def _versions(params: Iterable[Tensor]) -> list[int]:
     """How often each has been written; nothing if that is not known of all."""
     try:
-        return list(map(_VERSION, params.values()))
+        return list(map(_VERSION, params))
     except RuntimeError:  # inference tensors have none
         return []
 
@@ -242,11 +234,10 @@ def _versions(params: Tensors) -> list[int]:
 _VERSION = attrgetter("_version")
 
 
-def _check_params(params: Tensors, before: list[int]) -> None:
-    after = _versions(params)
+def _check_params(names_of: Iterable[str], before: list[int], after: list[int]) -> None:
     if after == before:
         return
-    written = [name for name, old, new in zip(params, before, after, strict=False) if old != new]
+    written = [name for name, old, new in zip(names_of, before, after, strict=False) if old != new]
     raise RuntimeError(
         f"apply: forward wrote in place to the parameters {names(written)}, which may hold the change now. "
         "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"

@@ -1,71 +1,74 @@
-"""What leads where: a list of the objects of which that is known. A clone shares no other with its module."""
+"""Whether what a clone shares with its module leads back to the module."""
 
+import contextvars
 import dis
 import functools
+import gc
+import io
 import logging
-import re
 import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from typing import Any
 
-import torch
-from torch import Tensor
+import torch.fx
+from torch import Tensor, nn
 
 from fdp._trees import torch_private
-from fdp._trees.inside import attributes
+from fdp.nn._values import ATOMS
 
-ATOMS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
 # Either nothing is behind these, or nothing that a forward comes to.
-_OPAQUE = (Tensor, Enum, logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock()))
-_OF_TORCH = (torch.Generator, torch.jit.ScriptFunction, torch_private.OperatorBase, torch_private.OpOverloadPacket)
-_FIELD = type(vars(dis.Positions)["lineno"])  # what a named tuple has for each name
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, _FIELD)
-_ENDS = (*ATOMS, type, types.ModuleType, types.CodeType, *_DESCRIPTORS, *_OPAQUE, *_OF_TORCH)
-
-# What leads where in the types that are written in C; in subclasses of those with elements there may be more.
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    types.BuiltinFunctionType: lambda value: (value.__self__,),
-    types.MethodType: lambda value: (value.__self__, value.__func__),
-    types.CellType: lambda value: _of_cell(value),
-    types.SimpleNamespace: lambda value: (vars(value),),
-    functools.partial: lambda value: (value.func, value.args, value.keywords, vars(value)),
-    property: lambda value: (value.fget, value.fset, value.fdel),
-    staticmethod: lambda value: (value.__func__, vars(value)),
-    classmethod: lambda value: (value.__func__, vars(value)),
-}
-_ELEMENTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    object: lambda value: (),
-    dict: lambda value: [*dict.keys(value), *dict.values(value)],
-    OrderedDict: lambda value: [*dict.keys(value), *dict.values(value)],
-    defaultdict: lambda value: [*dict.keys(value), *dict.values(value), value.default_factory],
-    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset, deque)},
-}
+_ENDS = (type, types.ModuleType, types.CodeType, Tensor, Enum, logging.Filterer, io.IOBase)
+_ENDS += (torch.fx.Graph, torch_private.OperatorBase, torch_private.OpOverloadPacket)
+# The collector does not see what is behind these.
+_HIDDEN = (contextvars.ContextVar, threading.local, *weakref.ProxyTypes)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
-_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_MOST = 20_000
+"""Objects that are looked at. With more the module is called in place."""
+
+OF_CLONE = "_is_clone_of_fdp"
 LruCache = type(functools.lru_cache(len))
 
 
-def may_lead_to(starts: Iterable[Any], targets: Container[int]) -> bool:
-    """Whether one of the objects with these ids is behind the values, or something of which that cannot be known."""
+def way_back(shared: Iterable[tuple[str, Any]], targets: Container[int], *, may_hold_clones: bool) -> str | None:
+    """The path of the first value from which one of the objects with these ids may be reached."""
     seen: dict[int, Any] = {}
-    todo = list(starts)
+    refuse = refuse_clone if may_hold_clones else None
+    return next((path for path, value in shared if _leads(value, targets, seen, path, refuse)), None)
+
+
+def refuse_clone(module: nn.Module, path: str) -> None:
+    """Raise for a module that is no part of the one that has it, but of a clone of an earlier call."""
+    if is_clone(module):
+        raise RuntimeError(
+            f"The module's {path!r} leads to a {type(module).__name__} of a clone, which forward has put there in an "
+            "earlier call, and which computes with the tensors of that call. Keep numbers and tensors, not modules"
+        )
+
+
+def is_clone(module: nn.Module) -> bool:
+    """Whether a module is one that shares containers with the user's."""
+    return OF_CLONE in vars(module)
+
+
+def _leads(
+    start: Any, targets: Container[int], seen: dict[int, Any], path: str, refuse: Callable[[Any, str], None] | None
+) -> bool:
+    todo = [start]
     while todo:
         value = todo.pop()
         if id(value) in targets:
             return True
         if type(value) in ATOMS or id(value) in seen or isinstance(value, _ENDS):
             continue
+        if refuse is not None and issubclass(type(value), nn.Module):
+            refuse(value, path)
         seen[id(value)] = value
         parts = _parts(value)
-        if parts is None:
+        if parts is None or len(seen) > _MOST:
             return True
         todo += parts
     return False
@@ -76,33 +79,18 @@ def _parts(value: Any) -> Iterable[Any] | None:
     kind = type(value)
     if kind is types.FunctionType:
         return _of_function(value)
-    if kind is weakref.ref:
+    if isinstance(value, weakref.ref):
         return (value(),)
-    if kind is LruCache:
-        return (vars(value),)
-    if kind.__module__.partition(".")[0] == "numpy":
-        return None if getattr(getattr(value, "dtype", None), "hasobject", False) else ()
-    if kind.__module__ == "torch.return_types":  # named tuples that are written in C
-        return value
-    if kind in _PARTS:
-        return _PARTS[kind](value)
-    base = next(cls for cls in kind.__mro__ if cls in _ELEMENTS or not cls.__flags__ & _MADE_BY_CLASS)
-    if base not in _ELEMENTS or not _is_plain(kind, base):
+    # An array of numbers holds no objects, and a class written in C by somebody else may not say what it holds.
+    if kind in _HIDDEN or getattr(getattr(value, "dtype", None), "hasobject", False) or not _is_plain(kind):
         return None
-    return [*_ELEMENTS[base](value), *(held for _, held in attributes(value)), *members(kind)]
-
-
-def _of_cell(cell: types.CellType) -> Iterable[Any]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # it is empty
-        return ()
+    return [*gc.get_referents(value), *members(kind)]
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any] | None:
     """What a function closes over, its defaults, and what it reads by a global name; of functions those of its file."""
     if hasattr(function, "_torchdynamo_orig_callable"):
-        return None  # compiling is not safe from several threads
+        return None  # what is compiled knows the module that it was compiled for
     scope = function.__globals__
     read = () if of_library(scope.get("__name__")) else _global_names(function.__code__)
     names = [scope[name] for name in read if name in scope]
@@ -118,8 +106,9 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inside)
 
 
-def _is_plain(kind: type, base: type) -> bool:
-    """Whether instances of a class have nothing but attributes beyond those of its base: no other is written in C."""
+def _is_plain(kind: type) -> bool:
+    """Whether instances have nothing but attributes beyond those of a class of a library."""
+    base = next(cls for cls in kind.__mro__ if of_library(cls.__module__))
     own = kind.__mro__[: kind.__mro__.index(base)]
     slots = [made for cls in own if vars(cls).get("__slots__") for made in vars(cls).values()]
     words = sum(isinstance(made, types.MemberDescriptorType) for made in slots)
@@ -143,10 +132,6 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") or name == "_abc_impl"
 
 
-def content(box: Any) -> list[Any]:
-    """The keys and values of a container, at once: other threads may write to it."""
-    return [*box, *box.values()] if isinstance(box, dict) else list(box)
-
-
 def of_library(name: object) -> bool:
+    """Whether a module of Python with this name is one of torch's, numpy's, Python's or ours."""
     return str(name).partition(".")[0] in _LIBRARIES

@@ -1,7 +1,7 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,10 @@ from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
 from fdp._trees.types import DeviceLike
-from fdp.nn._bound_clone import Skeleton
-from fdp.nn._copies import Tensors, copies_of
+from fdp.nn._clone import clone
+from fdp.nn._copies import copies_of
+from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
+from fdp.nn._recipe import Recipe, recipe_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -33,11 +35,12 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
         detach: Make copies that have no part in gradients.
 
     Returns:
-        Modules of the same class with hooks of their own; lists, dicts and sets without modules in them are those of
-        `network`. The first holds the tensors of `network` itself, the others hold copies; `parameters()` has them all.
+        Modules of the same class with hooks of their own; lists, dicts and sets without tensors or modules of `network`
+        in them are those of `network`. The first holds the tensors of `network` itself, the others hold copies.
 
     Raises:
-        RuntimeError: Lazy parameters that have no shape yet, or a scripted or traced module.
+        RuntimeError: Lazy parameters that have no shape yet, a scripted or traced module, or one of which something
+            leads back to `network`, such as a hook that closes over it.
         ValueError: There is no such device.
     """
     if not isinstance(network, nn.Module):
@@ -45,22 +48,56 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
     chosen = devices if isinstance(devices, str | int | torch.device) else tuple(devices or ())
     if chosen == ():
         return []
-    check_replicable(network, named_tensors(network).values(), "replicate")
-    slots = as_devices(chosen, "replicate")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        own = named_tensors(network)
-        return [_replica(network, copies_of(own, device, always=i > 0)) for i, device in enumerate(slots)]
+    return replicas_of(network, as_devices(chosen, "replicate"), "replicate", _refuse, detach=detach)
 
 
-def _replica(module: M, tensors: Tensors) -> M:
-    """A module of the same class with other tensors."""
-    skeleton = Skeleton(module, shares=True)
-    if not skeleton.trusted:
-        return _shallow(module, tensors)
-    skeleton.slots.bind(tensors)
-    skeleton.mark(OF_REPLICAS)
-    root: Any = skeleton.root
-    return root
+def replicas_of(
+    module: M,
+    devices: Sequence[torch.device],
+    where: str,
+    otherwise: Callable[[nn.Module, Recipe, Tensors], Any],
+    *,
+    detach: bool = False,
+) -> list[M]:
+    """Clones over the module's tensors and over copies of them; what is made `otherwise` if none can stand for it."""
+    named = named_tensors(module)
+    _check_replicable(module, named.values(), where)
+    recipe, states = recipe_of(module)
+    made: list[Any] = []
+    for i, device in enumerate(devices):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+            tensors = copies_of(named, device, always=i > 0)
+        if runs_in_place(recipe):
+            made.append(otherwise(module, recipe, tensors))
+            continue
+        numbered = [None, *[tensors[name] for name in recipe.numbers], *recipe.others(states)]
+        made.append(clone(recipe, states, numbered, shares=True, marks=_OF_REPLICAS).modules[0])
+    return made
+
+
+def _refuse(module: nn.Module, recipe: Recipe, tensors: Tensors) -> Any:
+    raise RuntimeError(
+        f"replicate: a replica of this {type(module).__name__} would compute with the module's own tensors: "
+        f"{recipe.in_place or 'there is a hook on all modules'}. Remove what leads back to the module"
+    )
+
+
+class InPlace(nn.Module):
+    """The module itself, with its tensors exchanged during each call: where a clone might lead back to it."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe, tensors: Tensors) -> None:
+        super().__init__()
+        # Not the module's own parameters, of which `zero_grad` in forward would clear the gradients.
+        own = {name: x.view_as(x) if x.is_leaf and x.requires_grad else x for name, x in tensors.items()}
+        vars(self).update(_original=module, _recipe=recipe, tensors=own)  # no child
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
+        module: nn.Module = vars(self)["_original"]
+        with in_place(module, vars(self)["_recipe"]):
+            return call_in_place(module, vars(self)["tensors"], args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_original"], name)
 
 
 def named_tensors(module: nn.Module) -> Tensors:
@@ -68,16 +105,13 @@ def named_tensors(module: nn.Module) -> Tensors:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def check_replicable(
-    module: nn.Module, tensors: Iterable[Tensor], where: str, *, may_have_scripts: bool = True
-) -> None:
-    """What cannot be replicated."""
+def _check_replicable(module: nn.Module, tensors: Iterable[Tensor], where: str) -> None:
     if any(map(is_lazy, tensors)):  # the message is torch's
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
             "correctly initialize the modules"
         )
-    for path, part in module.named_modules() if may_have_scripts else ():
+    for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"the module's {path!r}" if path else "the module"
             raise RuntimeError(
@@ -91,33 +125,4 @@ def _zero_grad(set_to_none: bool = True) -> None:
 
 _REPLICA = nn.Module()
 _REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
-OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
-
-
-def _shallow(module: M, tensors: Tensors) -> M:
-    """A copy part by part, each as it copies itself, as torch makes it: where a clone may lead back to the module.
-
-    The copy of a compiled module is not compiled: what was compiled calls the original.
-    """
-    own = named_tensors(module)
-    by_id = {id(tensor): tensors[name] for name, tensor in own.items()}
-    parts = [part for part in module.modules() if _inside(part) is part]
-    copies: dict[nn.Module, Any] = {part: part._replicate_for_data_parallel() for part in parts}
-    for part, replica in copies.items():
-        for key, child in part._modules.items():
-            replica._modules[key] = None if child is None else copies[_inside(child)]
-        for kind in ("_parameters", "_buffers"):
-            for key, tensor in getattr(part, kind).items():
-                vars(replica)[kind][key] = None if tensor is None else by_id[id(tensor)]
-        vars(replica).pop("_compiled_call_impl", None)
-        for key, value in vars(replica).items():
-            if key.endswith("_hooks") and isinstance(value, dict):
-                vars(replica)[key] = value.copy()
-    return copies[_inside(module)]
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """What a module is that torch.compile has wrapped."""
-    while type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
-        module = cast(nn.Module, module._modules["_orig_mod"])
-    return module
+_OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}

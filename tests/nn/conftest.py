@@ -20,3 +20,8 @@ def float64_side_by_side() -> Iterator[None]:
     torch.manual_seed(0)
     with default_dtype(torch.float64), many_cores():
         yield
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Modules that run in place are tested here; that they say so is a test of its own."""
+    item.add_marker(pytest.mark.filterwarnings("ignore:Calls of this:UserWarning"))

@@ -369,7 +369,7 @@ MODULES: list[tuple[str, Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
     ("keyword default", lambda: with_function_holding(keyword_default), X, False),
     ("function attribute", lambda: with_function_holding(function_attribute), X, False),
     ("method that closes over it", lambda: with_function_holding(method_closure), X, False),
-    ("partial", lambda: with_function_holding(lambda fc: functools.partial(twice, fc)), X, False),
+    ("partial", lambda: with_function_holding(lambda fc: functools.partial(twice, fc)), X, True),
     ("object", lambda: with_function_holding(lambda fc: Caller(functools.partial(twice, fc))), X, False),
     ("keyed by module", lambda: with_function_holding(names_of_modules), X, False),
     ("weak reference", Weak, X, False),
@@ -377,7 +377,7 @@ MODULES: list[tuple[str, Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
     ("names itself", NamesItself, X, False),
     ("slots", Slotted, X, False),
     ("deep list", Deep, X, False),
-    ("backward hook", with_backward_hook, X, False),
+    ("backward hook", with_backward_hook, X, True),
     ("cached method", Cached, X, False),
     ("compiled function", with_compiled_function, X, False),
     ("compiled in place", compiled_in_place, X, False),
@@ -475,7 +475,13 @@ class Writing(nn.Module):
             list(self.queue),
             set(self.bag),
         ]
-        found += [self.pair[0][0], sorted(vars(self)), self.drop.p, len(self._forward_hooks), list(self._buffers)]
+        found += [
+            self.pair[0][0],
+            [key for key in sorted(vars(self)) if "clone" not in key],
+            self.drop.p,
+            len(self._forward_hooks),
+            list(self._buffers),
+        ]
         found += [list(self._modules), [name for name, _ in self.named_parameters()], vars(self.fc).get("last")]
         self.n = True
         self.zero = torch.zeros(())
@@ -488,15 +494,8 @@ class Writing(nn.Module):
         self.pair[0][0] = x
         self.drop.p = 0.5
         self.fc.last = (self.drop, self.fc.forward)
-        self.register_forward_hook(lambda mod, args, out: out)
         self.register_buffer("more", x)
         self.extra = nn.Tanh()
         self._buffers.pop("gone", None)
         self.count = self.count + 1
         return self.fc(x), found
-
-
-def with_closure_over_writing():
-    module = Writing()
-    module.fc.register_forward_hook(lambda mod, args, out: out + module.count)
-    return module

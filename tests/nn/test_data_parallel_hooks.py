@@ -181,7 +181,7 @@ def test_backward_hooks():
     seen: list[Any] = []
     model[3].register_full_backward_hook(lambda module, inner, outer: seen.append((inner[0], outer[0])))
     model[0].register_full_backward_pre_hook(lambda module, outer: (2 * outer[0],))
-    assert_like_one_device(model, x, in_place=True)
+    assert_like_one_device(model, x)
     seen.clear()
     out = DataParallel(model, TWO)(x)
     out.backward(numbers(5, 2))

@@ -11,8 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from fdp import DataParallel, data_parallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
-from tests.common.threads import many_cores
-from tests.nn.modules_of_data_parallel import Recurrent, assert_like_one_device, loss_of, mlp, run
+from tests.nn.modules_of_data_parallel import Recurrent, assert_like_one_device, loss_of, mlp
 
 TWO = ["cpu", "cpu"]
 
@@ -218,13 +217,21 @@ def test_modules_of_all_kinds(make: Any):
         assert_like_one_device(module, numbers(7, 3), slots=slots)
 
 
-def test_parametrizations_may_be_cached():
+def test_parametrizations_may_be_cached_inside_of_forward_only():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = parametrized()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with parametrize.cached():
+                return self.part(x) + self.part(2 * x)
+
     torch.manual_seed(0)
-    module = parametrized()
-    want = run(module, module, numbers(5, 3))
-    with many_cores(), parametrize.cached():
-        for _ in range(2):
-            assert_close_tree(run(DataParallel(module, TWO), module, numbers(5, 3)), want)
+    module = Twice()
+    assert_like_one_device(module, numbers(5, 3))
+    with parametrize.cached(), pytest.raises(RuntimeError, match=r"inside torch\.nn\.utils\.parametrize\.cached\(\)"):
+        DataParallel(module, TWO)(numbers(5, 3))
 
 
 def test_lazy_modules_are_refused_until_they_have_run():

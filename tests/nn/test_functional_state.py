@@ -28,7 +28,6 @@ from tests.nn.odd_modules import (
     seeded,
     shared,
     tensors,
-    with_closure_over_writing,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -126,7 +125,13 @@ def test_state_that_is_no_pair(state, got):
         apply(state, torch.ones(3))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(3), with_closure_over_writing])
+def in_place() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module.register_forward_hook(lambda mod, args, out: module.training and None)
+    return module
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(3), in_place])
 def test_names_that_do_not_fit(make):
     apply, (params, buffers) = functional(make())
     (first, *_) = params

@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportIncompatibleMethodOverride=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,37 @@ def gradients(out: Any, params: dict[str, Tensor]) -> list[Tensor]:
     return [torch.zeros(()) if grad is None else grad for grad in grads]
 
 
-@each_module
+# Torch leaves a parameter where it is no parameter: in a list, or in a module in a list.
+AS_TORCH = {name: rest for name, rest in BY_NAME.items() if name != "unregistered"}
+as_torch = pytest.mark.parametrize(("make", "args"), AS_TORCH.values(), ids=AS_TORCH)
+
+
+def test_a_parameter_is_the_given_tensor_wherever_it_is():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.hidden = nn.Linear(3, 3), [nn.Linear(3, 3)]
+            self.hidden[0].bias = self.part.bias
+            self.weights, self.pair = [self.part.weight], ({"bias": self.part.bias},)
+            self.__dict__["alias"] = self.part.weight
+
+        def forward(self, x):
+            out = self.hidden[0](self.part(x)) + self.weights[0].sum() + self.pair[0]["bias"]
+            return out @ self.alias
+
+    module, (x,) = Twice(), X()
+    params = {name: torch.randn_like(p, requires_grad=True) for name, p in module.named_parameters()}
+    one = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, p in one.named_parameters():
+            p.copy_(params[name])
+    for out in (functional(module)[0]((params, {}), x)[0], functional_call(module, params, x)):
+        expected = one(x)
+        close(out, expected)
+        close(gradients(out, params), gradients(expected, dict(one.named_parameters())))
+
+
+@as_torch
 def test_apply_is_the_module(make, args):
     module, oracle, inputs = seeded(make), seeded(make), args()
     apply, _ = functional(module)
@@ -137,7 +168,7 @@ def transformed(transform: str, call: Callable[..., Any], params: dict[str, Tens
 
 @few()
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@each_module
+@as_torch
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "vmap of grad"])
 def test_transforms(make, args, transform):
     module, oracle, inputs = seeded(make), seeded(make), args()

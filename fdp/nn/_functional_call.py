@@ -30,8 +30,8 @@ def functional_call(
 
     `functional_call(module, tensors, args) == torch.func.functional_call(module, tensors, args)`.
 
-    Calls run on clones, as those of `functional` do. Attributes that forward sets are lost; lists, dicts and sets are the
-    module's own, unless its tensors or modules are in them.
+    Calls run on clones, as those of `functional` do. Attributes that forward sets are lost. Lists, dicts and sets are
+    the module's own, unless its tensors or modules are in them.
 
     >>> import torch
     >>> from fdp import functional_call

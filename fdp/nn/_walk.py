@@ -53,7 +53,7 @@ class Walk:
         self._boxes: dict[int, Any] = {}
         self._is_clone = is_clone(module)
         self.reason: str | None = None
-        self.is_whole = False
+        self.registered, self.is_whole = 0, False
         try:
             self._module(module, "")
             self.registered = len(self.modules)

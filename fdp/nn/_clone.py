@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import Recipe
 from fdp.nn._values import ATOMS, BOXES
-from fdp.nn._walk import HOOKS, Attributes, Part, join
+from fdp.nn._walk import HOOKS, Attributes, ModulePart, join
 
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -125,7 +125,7 @@ class _Copier:
         self._shares = shares
         self.plain: list[tuple[str, Tensor]] = []
 
-    def complete(self, part: Part, state: Attributes, own: Attributes) -> None:
+    def complete(self, part: ModulePart, state: Attributes, own: Attributes) -> None:
         for key in part.own:
             own[key] = self._copy(state[key], join(part.path, key))
         if part.has_hooks:

@@ -12,7 +12,7 @@ from fdp._execution.process_lock import exclusively
 from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
 from fdp.nn._values import ATOMS, parts_of
-from fdp.nn._walk import HOOKS, OF_TENSORS, Attributes, Part, Walk, join
+from fdp.nn._walk import HOOKS, OF_TENSORS, Attributes, ModulePart, Walk, join
 
 _structure, _of_tensors = itemgetter("_modules", *HOOKS), itemgetter(*OF_TENSORS)
 
@@ -137,7 +137,7 @@ def _read(dicts: Iterable[Any]) -> list[int]:
     return list(map(torch_private.dict_version, dicts))
 
 
-def _follows(part: Part, state: Attributes) -> bool:
+def _follows(part: ModulePart, state: Attributes) -> bool:
     """Whether nothing but numbers, strings and tensors has changed, and what a clone has of its own."""
     kinds = [(key, type(value)) for key, value in state.items()]
     return kinds == part.attributes and all(state[key] is value for key, value in part.shared)

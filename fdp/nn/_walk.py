@@ -20,7 +20,7 @@ registries = itemgetter("_modules", *HOOKS, *OF_TENSORS)
 _OF_EACH = frozenset(vars(nn.Module()))  # what every module has
 
 
-class Part(NamedTuple):
+class ModulePart(NamedTuple):
     """A module of the tree. What is in its registries is given by key and number: of a part, or of a tensor."""
 
     path: str
@@ -45,7 +45,7 @@ class Walk:
         self.has_both_kinds = len({tensor for _, tensor in keys}) < len(keys)  # a tensor that is parameter and buffer
         self._first: dict[int, tuple[int, str, str]] = {}
         self.modules: list[nn.Module] = []
-        self.parts: list[Part] = []
+        self.parts: list[ModulePart] = []
         self.known: dict[int, Any] = {}  # by id: numbers of modules, and what a clone has as it is
         self.shared: list[tuple[str, Any]] = []
         self._paths: list[str] = []
@@ -101,7 +101,7 @@ class Walk:
             slots.append((key, number))
         return slots
 
-    def _part(self, number: int) -> Part:
+    def _part(self, number: int) -> ModulePart:
         """A part with its attributes, which may lead to more modules."""
         path, state = self._paths[number], vars(self.modules[number]).copy()
         own, shared = list[str](), list[tuple[str, Any]]()
@@ -117,7 +117,7 @@ class Walk:
                 self._value(hook, join(path, key))
         attributes = [(key, type(value)) for key, value in state.items()]
         children, params, buffers = self._links[number]
-        return Part(path, children, params, buffers, attributes, shared, own, any(state[key] for key in HOOKS))
+        return ModulePart(path, children, params, buffers, attributes, shared, own, any(state[key] for key in HOOKS))
 
     def _value(self, value: Any, path: str) -> None:
         if type(value) in ATOMS or isinstance(value, Tensor) or id(value) in self.known or id(value) in self._boxes:

@@ -299,6 +299,7 @@ class Hooked(nn.Module):
         return self.between(x * self.factor)
 
 
+@pytest.mark.filterwarnings("ignore:Calls of this Hooked run on the module itself:UserWarning")
 @each_executor
 @pytest.mark.parametrize("meets", [True, False])
 def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool, executor: Any):
@@ -315,6 +316,7 @@ def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool, 
     torch.testing.assert_close(limited(lambda: outer(fn, executor=executor)(X)), (2 * X).sin())
 
 
+@pytest.mark.filterwarnings("ignore:Calls of this Hooked run on the module itself:UserWarning")
 @each_executor
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_call_in_a_module_that_is_called_in_place(seed: int | None, executor: Any):

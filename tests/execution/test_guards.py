@@ -11,7 +11,7 @@ from torch import nn
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fdp
@@ -184,11 +184,6 @@ def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(CLOSING, dict(CLOSING.named_parameters()), (w * x,))
 
 
-def cached(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    with parametrize.cached():
-        return fdp.functional_call(NORMED, dict(NORMED.named_parameters()), (w * x,))
-
-
 def seeded(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(2), seed=1)
 
@@ -204,7 +199,6 @@ REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "checkpoint": (checkpointed, "torch.get_rng_state.*preserve_rng_state=False does too"),
     "a seeded call": (seeded, "another one with a seed, which looks at"),
     "a module in place": (in_place, "a module that can only be called in place.*remove what leads back"),
-    "cached parametrizations": (cached, r"parametrize\.cached\(\), whose cache is one for all threads"),
 }
 RUN: dict[str, Callable[..., Any]] = {
     "dp_apply": threads,

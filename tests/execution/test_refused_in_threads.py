@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import grad
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -147,16 +146,12 @@ def test_cached_parametrizations(place: str, executor: Any):
             return apply((params, {}), x)[0].sin().mean()
 
     call = fdp.grad(loss, devices=fdp.virtual_devices(4), executor=executor)
-    want = [grad(loss)({name: p * k for name, p in params.items()}, X) for k in (1, 2)]
-    if executor == "threads":
-        around = parametrize.cached() if place == "around" else contextlib.nullcontext()
-        with around, pytest.raises(RuntimeError, match=REFUSED + r"torch\.nn\.utils\.parametrize\.cached\(\), whose"):
-            call(params, X)
-        return
-    for _ in range(2):
-        with parametrize.cached() if place == "around" else contextlib.nullcontext():
-            got = [call({name: p * k for name, p in params.items()}, X) for k in (1, 2)]
-        torch.testing.assert_close(got, want)
+    around = parametrize.cached() if place == "around" else contextlib.nullcontext()
+    with (
+        around,
+        pytest.raises(RuntimeError, match=r"inside torch\.nn\.utils\.parametrize\.cached\(\), whose cache"),
+    ):
+        call(params, X)
 
 
 def test_threads_that_a_shard_starts():

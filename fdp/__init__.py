@@ -43,6 +43,7 @@ from fdp._trees.types import AUTO as AUTO
 from fdp._trees.untraced import leave_alone as _leave_alone
 from fdp.data.batches import Batches as Batches
 from fdp.data.prefetch import prefetch as prefetch
+from fdp.nn._backward import backward as backward
 from fdp.nn._data_parallel import DataParallel as DataParallel
 from fdp.nn._data_parallel import data_parallel as data_parallel
 from fdp.nn._functional import functional as functional

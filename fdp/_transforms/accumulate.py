@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice, repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,8 @@ from fdp._trees.tree import Flat, flatten, leaves_up_to, tree_map, unflatten
 from fdp._trees.types import AUTO, Tree
 
 Grad = torch.Tensor | None
+Unused = Literal["zeros", "none"]
+"""What the gradient of a leaf is that nothing uses."""
 
 
 def check_differentiable(flats: Sequence[Flat], args: Sequence[PlannedArgument], plan: Partition, where: str) -> None:
@@ -78,10 +80,13 @@ class Gradients:
         plan: Partition,
         device: torch.device | None,
         sent_as: torch.dtype | None,
+        unused: Unused = "zeros",
     ) -> None:
         # Under another name, for the log of transfers.
         self._flats = [Flat(f"grad of {flat.name}", *flat[1:]) for flat in flats]
         self._plan, self._device, self.sent_as = plan, device, sent_as
+        # How often each leaf was used, where that is asked for; then all leaves are whole.
+        self._used = [0.0] * sum(len(flat.leaves) for flat in flats) if unused == "none" else None
         # Where all leaves are whole: what the gradient of each usually is.
         self._whole = [arg.gradients for arg in args]
         if device is not None:
@@ -98,6 +103,9 @@ class Gradients:
     @staged("reduce")
     def add(self, shard: int, grads: Sequence[Sequence[Grad]], args: Sequence[Tree]) -> None:
         """Add the gradients of a shard, None where it has none; `args` is what it was differentiated in."""
+        if self._used is not None:
+            used = [grad is not None for grad in chain.from_iterable(grads)]
+            self._used = list(map(operator.add, self._used, used))
         for flat, homes, all_parts, grad, arg in zip(self._flats, self._whole, self._parts, grads, args, strict=True):
             if homes is not None:
                 self._add_whole(flat, homes, all_parts, grad)
@@ -138,7 +146,11 @@ class Gradients:
             self._sum(sums, i, grads[i], flat.leaves[i], flat, i)
 
     def sums(self) -> list[torch.Tensor]:
-        """What is summed, over the shards so far: for each leaf of whole arguments a tensor."""
+        """What is summed over the shards so far: a tensor for each leaf of whole arguments; how often each was used."""
+        found = self._sums()
+        return found if self._used is None else [*found, found[0].new_tensor(self._used, dtype=torch.float32)]
+
+    def _sums(self) -> list[torch.Tensor]:
         if len(self._whole) == 1 and self._whole[0] is not None and _are(self._whole[0], self._parts[0]):
             return self._parts[0]
         for held, i, home in self._held():
@@ -148,10 +160,14 @@ class Gradients:
 
     def ours(self) -> list[bool]:
         """Which of them nobody else refers to, so that they may be written to; small ones count as not."""
-        return [home.nbytes >= LARGE and is_ours(held, i) for held, i, home in self._held()]
+        own = [home.nbytes >= LARGE and is_ours(held, i) for held, i, home in self._held()]
+        return own if self._used is None else [*own, False]
 
     def replace_sums(self, sums: Sequence[torch.Tensor]) -> None:
         """Put others in their place."""
+        if self._used is not None:
+            *sums, used = sums
+            self._used = used.tolist()
         for (held, i, _), x in zip(self._held(), sums, strict=True):
             held[i] = x
 
@@ -171,7 +187,7 @@ class Gradients:
 
     @staged("reduce")
     def finish(self) -> list[Tree]:
-        """The gradient of each argument: a tree like it, zeros where it is not used."""
+        """The gradient of each argument: a tree like it, with zeros or None where it is not used."""
         found = []
         for flat, homes, parts in zip(self._flats, self._whole, self._parts, strict=True):
             if homes is not None and _are(homes, parts):
@@ -180,6 +196,8 @@ class Gradients:
                 leaves = map(self._home, map(_filled, parts, flat.leaves), flat.leaves, repeat(flat), count())
             else:
                 leaves = [self._joined(flat, i, part) for i, part in enumerate(parts)]
+            if self._used is not None:
+                leaves = [grad if used else None for grad, used in zip(leaves, self._used, strict=True)]
             found.append(unflatten(flat.structure, leaves))
         return found
 

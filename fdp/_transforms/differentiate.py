@@ -15,7 +15,7 @@ from fdp._placement.moves import promoted
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.sharded import leaf_tensors
 from fdp._placement.slot import AXES
-from fdp._transforms.accumulate import Gradients, check_differentiable
+from fdp._transforms.accumulate import Gradients, Unused, check_differentiable
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import Call, bind
@@ -64,6 +64,7 @@ class Differentiation:
     seed: int | Seed | None = None
     randomness: Randomness = "different"
     axis_name: str = "data"
+    unused: Unused = "zeros"
     options: Options = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class Differentiation:
         outs: list[Any] = [None] * len(call.partition.slots)
         aliases: list[torch.Tensor] = []
         own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
-        gradients = Gradients(*own, target, self.reduce_dtype)
+        gradients = Gradients(*own, target, self.reduce_dtype, self.unused)
         shards, check = call.place()
         check_differentiable(*own, self.where)
 

@@ -99,7 +99,7 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
         ValueError: A lazy module that has not seen an input. From `apply`: names are missing or unexpected.
         RuntimeError: From `apply`: forward wrote in place to a parameter, or to a tensor that is not a buffer.
     """
-    _check_module(module)
+    check_module(module, "functional")
     params: Tensors = dict(module.named_parameters())
     buffers: Tensors = dict(module.named_buffers())
     remember(module, params)
@@ -171,17 +171,18 @@ def _with_copies(module: nn.Module, own: Mapping[str, Tensor], params: Tensors, 
     return {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
 
 
-def _check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module, where: str) -> None:
+    """A module that can be called with other tensors."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"functional: expected a torch.nn.Module, got {kind(module)}")
+        raise TypeError(f"{where}: expected a torch.nn.Module, got {kind(module)}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("functional: a scripted module cannot be called with other tensors; pass the Python module")
+        raise TypeError(f"{where}: a scripted module cannot be called with other tensors; pass the Python module")
     if isinstance(module, nn.DataParallel):
-        raise TypeError("functional: expected the module inside DataParallel; pass .module")
+        raise TypeError(f"{where}: expected the module inside DataParallel; pass .module")
     named = chain(module.named_parameters(), module.named_buffers())
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
-        raise ValueError(f"functional: {lazy} have no shape yet; run a dummy forward first: module(example)")
+        raise ValueError(f"{where}: {lazy} have no shape yet; run a dummy forward first: module(example)")
 
 
 def _as_state(state: Any) -> State:

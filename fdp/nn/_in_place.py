@@ -59,10 +59,17 @@ def call_in_place(
     strict: bool = False,
 ) -> Any:
     """The module called with other tensors in it."""
+    with swapped(module, given, tie_weights=tie_weights, strict=strict):
+        return module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def swapped(module: nn.Module, given: Tensors, *, tie_weights: bool = True, strict: bool = False) -> Iterator[None]:
+    """As a context: other tensors are in the module; what it puts in their place is in the dict afterwards."""
     if torch_private.get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError("The stateless API can't be used with Jitted modules")
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
     # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
     with torch_private.reparametrize_module(module, given, tie_weights=tie_weights, strict=strict, stack_weights=True):
-        return module(*args, **kwargs)
+        yield

@@ -65,10 +65,15 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
             "gradients are of other tensors than an optimizer would update. After module.to(...), "
             "load_state_dict(assign=True) and the like call functional(module) again"
         )
-    memory = Counter(map(_memory, [*found.values(), *params.values()]))
+    own = own_gradients(found, params)
     for name, p in params.items():
-        grad = found.get(name)
-        p.grad = None if grad is None else _own(grad.detach(), p, alone=memory[_memory(grad)] == 1)
+        p.grad = own.get(name)
+
+
+def own_gradients(grads: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients that can be written to, one by one: those that share memory are copied."""
+    memory = Counter(map(_memory, [*grads.values(), *params.values()]))
+    return {key: _own(grad.detach(), params[key], alone=memory[_memory(grad)] == 1) for key, grad in grads.items()}
 
 
 _SEEN: dict[int, tuple[Any, dict[str, int]]] = {}

@@ -1,0 +1,207 @@
+"""A module trains in two lines: `backward` in place of `loss.backward()`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdp._transforms.arguments import check_function
+from fdp._transforms.aux_dims import dims_of
+from fdp._transforms.differentiate import Differentiation
+from fdp._transforms.own_statistics import say_own
+from fdp._trees.tracebacks import OF_JAX, api_boundary
+from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
+from fdp.nn._clone import clone
+from fdp.nn._functional import check_module
+from fdp.nn._in_place import in_place, runs_in_place, swapped
+from fdp.nn._recipe import recipe_of
+from fdp.nn._write_back import own_gradients, set_buffers
+
+_REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
+
+
+@api_boundary(OF_JAX)
+def backward(
+    module: nn.Module,
+    loss: Callable[..., Any],
+    *,
+    devices: Devices = None,
+    has_aux: bool = False,
+    in_dims: Dims | Auto = AUTO,
+    kwarg_dims: Dims = 0,
+    reduction: Reduction = "mean",
+    count: Function | None = None,
+    aux_dims: Dims | Auto = AUTO,
+    aux_weight: AuxWeight = "rows",
+    microbatches: int = 1,
+    reduce_dtype: torch.dtype | None = None,
+    weights: Sequence[float] | None = None,
+    executor: Executor = "auto",
+    seed: int | None = None,
+    randomness: Randomness = "different",
+    axis_name: str = "data",
+) -> Callable[..., Any]:
+    """Turn a loss of a module into a function that adds its gradients to `.grad`, computed on several devices.
+
+    With `step = backward(module, loss)`: `value = step(x, y)` is `value = loss(module, x, y); value.backward()`.
+
+    >>> import fdp, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def loss(model, x, y):
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> step = fdp.backward(model, loss, devices=fdp.virtual_devices(2))
+    >>> for x, y in [(torch.ones(6, 2), torch.ones(6, 1))]:
+    ...     optimizer.zero_grad()
+    ...     value = step(x, y)
+    ...     optimizer.step()
+    >>> model.weight.grad.shape, value.requires_grad
+    (torch.Size([1, 2]), False)
+
+    `loss` is called once a slot, with a clone of the module on the slot's device and the slot's rows. The clone has the
+    attributes, methods, submodules and hooks of the module at that moment. Gradients are added to those that are there,
+    as `Tensor.backward` does; hooks of parameters run once. A parameter that is frozen or that no slot uses gets none.
+    The new buffers of all slots are joined and written to the module: floating-point ones are averaged. Nothing is kept
+    between calls, so they follow `load_state_dict`, `.to()` and changes of the module. If a call raises, gradients and
+    buffers are as they were.
+
+    Args:
+        module: A module on one device, whose parameters have shapes.
+        loss: Called as `loss(module, *args, **kwargs)`: a real 0-dim tensor, or `(loss, aux)` with `has_aux`. It must
+            not write to its arguments.
+        in_dims: One spec for all arguments after the module, by default 0, or a tuple with one for each.
+        count: As in `value_and_grad`, called with the arguments after the module.
+        devices, has_aux, kwarg_dims, reduction, aux_dims, aux_weight, microbatches, reduce_dtype, weights, executor,
+            seed, randomness, axis_name: As in `value_and_grad`.
+
+    Returns:
+        A function of the arguments after the module that returns the value of the loss, detached, or `(value, aux)`.
+
+    Raises:
+        TypeError: Not a module, or one that cannot be called with other tensors.
+        ValueError: A lazy module that has not seen an input. From the function: no parameter requires a gradient; the
+            loss depends on other tensors that do; what `value_and_grad` raises.
+        RuntimeError: From the function: `loss` wrote in place to an argument or a parameter.
+    """
+    where = "backward"
+    check_module(module, where)
+    on_slot = _OnSlot(module, loss, has_aux, aux_dims)
+    check_function(loss, where)
+    if count is not None:
+        check_function(count, f"{where}: count")
+    settings = Differentiation(
+        where=where,
+        fn=on_slot,
+        argnums=0,
+        has_aux=True,
+        devices=devices,
+        in_dims=(None, *in_dims) if type(in_dims) is tuple else AUTO,
+        kwarg_dims={**(kwarg_dims if isinstance(kwarg_dims, Mapping) else {}), _REST: None},
+        reduction=reduction,
+        count=None if count is None else _Count(count),
+        aux_dims=("mean" if aux_dims is AUTO else aux_dims, "mean"),
+        aux_weight=aux_weight,
+        microbatches=microbatches,
+        reduce_dtype=reduce_dtype,
+        weights=weights,
+        executor=executor,
+        seed=seed,
+        randomness=randomness,
+        axis_name=axis_name,
+        unused="none",
+    )
+
+    @api_boundary()
+    @functools.wraps(loss, updated=())
+    def step(*args: Tree, **kwargs: Tree) -> Any:
+        now = settings
+        if in_dims is not AUTO and type(in_dims) is not tuple:
+            now = dataclasses.replace(now, in_dims=(None, *[in_dims] * len(args)))
+        if kwargs and not isinstance(kwarg_dims, Mapping):
+            now = dataclasses.replace(now, kwarg_dims={**dict.fromkeys(kwargs, kwarg_dims), _REST: None})
+        value, aux = _step(module, now, args, kwargs)
+        return (value, aux) if has_aux else value
+
+    return step
+
+
+def _step(module: nn.Module, settings: Differentiation, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Any:
+    own, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    params = {name: p.detach() for name, p in own.items() if p.requires_grad}
+    if not params:
+        name = type(module).__name__
+        raise ValueError(f"{settings.where}: no parameter requires a gradient. Call {name}.requires_grad_()")
+    frozen = {name: p for name, p in own.items() if name not in params}
+    rest: Any = {_REST: {**frozen, **buffers}}
+    value, (aux, new_buffers), grads = settings.compute((params, *args), {**kwargs, **rest})
+    if value.requires_grad:
+        raise ValueError(
+            f"{settings.where}: the loss depends on tensors that require gradients and are no parameters of the "
+            "module: they would get none. Put them into the module (several modules into an nn.ModuleDict), or call "
+            "requires_grad_(False)"
+        )
+    if buffers:
+        set_buffers(module, new_buffers)
+    _accumulate(own, {name: grad for name, grad in grads.items() if grad is not None})
+    return value, aux
+
+
+def _accumulate(params: Mapping[str, nn.Parameter], grads: dict[str, Tensor]) -> None:
+    """Add gradients to those of the parameters, as `Tensor.backward` does."""
+    first = {name: params[name] for name in grads if params[name].grad is None and not _has_hooks(params[name])}
+    for name, grad in own_gradients({name: grads[name] for name in first}, first).items():
+        first[name].grad = grad
+    others = [name for name in grads if name not in first]
+    if others:
+        torch.autograd.backward([params[name] for name in others], [grads[name].detach() for name in others])
+
+
+def _has_hooks(p: nn.Parameter) -> bool:
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnSlot:
+    """The loss as a function of parameters, which returns new buffers beside it."""
+
+    module: nn.Module
+    loss: Callable[..., Any]
+    has_aux: bool
+    aux_dims: Any = dataclasses.field(compare=False)
+
+    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = {**params, **kwargs.pop(_REST)}
+        recipe, states = recipe_of(self.module)
+        if recipe.takes_own_statistics():
+            say_own(self.module)
+        given |= {name: given[name].clone() for name in recipe.buffers}
+        if runs_in_place(recipe):
+            with in_place(self.module, recipe), swapped(self.module, given):
+                out = self.loss(self.module, *args, **kwargs)
+            now = {name: given[name] for name in recipe.buffers}
+        else:
+            tensors = [None, *[given[name] for name in recipe.numbers], *recipe.others(states)]
+            made = clone(recipe, states, tensors, shares=True)
+            out = self.loss(made.modules[0], *args, **kwargs)
+            now = made.now(recipe, recipe.buffers)
+        if not self.has_aux and not isinstance(out, tuple):
+            return out, (None, now)
+        if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
+            hint = "return (loss, aux)" if self.has_aux else "return the loss alone. To return more pass has_aux=True"
+            raise TypeError(f"backward: the loss must {hint}, got {type(out).__name__}")
+        dims_of(out[1], self.aux_dims, "backward")
+        return out[0], (out[1], now)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    """The count of the user's, of the arguments after the module."""
+
+    count: Function
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(_REST)
+        return self.count(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 try:
     import torch
     import torch.nn.functional as F
-    from digits import Tensors, picture, whole, writable
+    from digits import picture, whole, writable
     from matplotlib.figure import Figure
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from torch import Tensor, nn
@@ -109,11 +109,8 @@ def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> dict[str, 
             part.load_state_dict(state)
         say(mesh, f"going on from step {first}")
 
-    apply, (params, buffers) = fdp.functional(model)
-
-    def loss(params: Tensors, scale: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        losses, right = answers(apply((params, buffers), tokens)[0], tokens)
-        return losses.mean() * scale, right.mean()
+    def loss(model: nn.Module, scale: Tensor, tokens: Tensor) -> Tensor:
+        return answers(model(tokens), tokens)[0].mean() * scale
 
     batches = fdp.Batches(len(training), options.batch_size, seed=seed)
     loader = batches.loader(training, mesh, start=first, steps=options.steps - first)
@@ -124,11 +121,11 @@ def train(mesh: fdp.distributed.Mesh, options: argparse.Namespace) -> dict[str, 
             if seen["best"] == 1 or seen["late"] > options.patience:  # early stopping
                 break
             draws: Any = {"seed": fdp.fold_in(seed, step), "randomness": "rows"}
-            step_on = fdp.value_and_grad(loss, has_aux=True, devices=mesh, **draws)
+            backward = fdp.backward(model, loss, in_dims=(None, 0), devices=mesh, **draws)
             scale = scaler.scale(torch.ones((), device=device))
+            optimizer.zero_grad()
             with torch.autocast(device.type, precision, enabled=options.precision in ("bfloat16", "float16")):
-                (value, _), grads = step_on(params, scale, tokens)
-            fdp.set_grads(model, grads)
+                value = backward(scale, tokens)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

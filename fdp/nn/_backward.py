@@ -17,6 +17,7 @@ from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Fun
 from fdp.nn._clone import clone
 from fdp.nn._functional import check_module
 from fdp.nn._in_place import in_place, runs_in_place, swapped
+from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
 from fdp.nn._write_back import own_gradients, set_buffers
 
@@ -184,7 +185,7 @@ class _OnSlot:
             now = {name: given[name] for name in recipe.buffers}
         else:
             tensors = [None, *[given[name] for name in recipe.numbers], *recipe.others(states)]
-            made = clone(recipe, states, tensors, shares=True)
+            made = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True})
             out = self.loss(made.modules[0], *args, **kwargs)
             now = made.now(recipe, recipe.buffers)
         if not self.has_aux and not isinstance(out, tuple):

@@ -31,7 +31,7 @@ def _give(part: nn.Module, key: str, own: Tensor | None, value: object) -> None:
     if value is own or not isinstance(value, Tensor | None):  # where forward has deleted it, torch leaves a mark
         return
     if own is None or value is None or value.device == own.device:
-        setattr(part, key, value if own is None or value is None else copy(value, own.device, Names([key]), 0))
+        part._buffers[key] = value if own is None or value is None else copy(value, own.device, Names([key]), 0)
     elif not is_same(own, moved := copy(value.detach(), own.device, Names([key]), 0)):
         write(own, moved)
 

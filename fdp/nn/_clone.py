@@ -2,7 +2,6 @@
 
 import functools
 import types
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -11,9 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import Recipe
-from fdp.nn._values import ATOMS, BOXES
+from fdp.nn._values import ATOMS, BOXES, has_atoms_only, is_tuple
 from fdp.nn._walk import HOOKS, Attributes, ModulePart, join
 
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -49,7 +47,7 @@ class Clone(NamedTuple):
         """What is under the names by now: other tensors than were given, where forward has put such there."""
         now: dict[str, Any] = {}
         for name in names:
-            i, registry, key = recipe.places[recipe.numbers[name] - 1]
+            i, registry, key = recipe.places[recipe.names[name] - 1]
             held = self.modules[i].__dict__[registry]
             if key in held:
                 now[name] = held[key]
@@ -69,7 +67,7 @@ def clone(
     If the clone `shares`, it has the lists, dicts and sets of the module in which there is no tensor or module of it.
     """
     made: list[Any] = [*map(_new, recipe.kinds()), None]
-    common = {**_WITHOUT_HOOKS, OF_CLONE: True, **(marks or {})} if shares else _WITHOUT_HOOKS
+    common = {**_WITHOUT_HOOKS, **marks} if marks else _WITHOUT_HOOKS
     for (children, params, buffers), state, module in zip(recipe.links, states, made, strict=False):
         own = state.copy()
         own.update(common)
@@ -87,29 +85,12 @@ def clone(
     return Clone(made, [*plain, *copier.plain])
 
 
-class _Partial:
-    """A bound method or a partial of a clone, in which it may be an attribute: it does not keep the clone alive."""
-
-    def __init__(self, parts: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        self._parts, self._keywords = parts, keywords
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        func, *first = self._live()
-        return func(*first, *args, **{**self._keywords, **keywords})
-
-    def _live(self) -> list[Any]:
-        parts = [each() if type(each) is weakref.ref else each for each in self._parts]
-        if any(now is None is not each for each, now in zip(self._parts, parts, strict=True)):
-            raise RuntimeError("A bound method of a clone is called after the call that the clone was made for")
-        return parts
-
-    @property
-    def __func__(self) -> Any:
-        return self._live()[0]
-
-    @property
-    def __self__(self) -> Any:
-        return self._live()[1]
+def with_hooks(made: Clone) -> Clone:
+    """The clone, after a place for hooks was made in it: it outlives the call."""
+    for part in made.modules[:-1]:
+        own = vars(part)
+        own.update({key: OrderedDict() for key in _WITHOUT_HOOKS if own[key] is _NONE})
+    return made
 
 
 class _Copier:
@@ -121,12 +102,11 @@ class _Copier:
         self._of = dict(zip(recipe.ids, made, strict=False))
         self._of.update(zip(map(id, recipe.tensors(states)[1:]), tensors[1:], strict=True))
         self._mapped = frozenset(self._of)
-        self._registered = set(map(id, made[: recipe.registered]))
         self._shares = shares
         self.plain: list[tuple[str, Tensor]] = []
 
     def complete(self, part: ModulePart, state: Attributes, own: Attributes) -> None:
-        for key in part.own:
+        for key in part.others:
             own[key] = self._copy(state[key], join(part.path, key))
         if part.has_hooks:
             own.update({key: state[key].copy() for key in _FLAGS})
@@ -138,6 +118,9 @@ class _Copier:
             return value
         if id(value) in self._of:
             return self._of[id(value)]
+        if kind in BOXES and has_atoms_only(value) and kind is not defaultdict:
+            self._of[id(value)] = own = value if self._shares else value.copy()
+            return own
         if kind in BOXES:
             own = self._of[id(value)] = value.copy()
             held = own.copy()
@@ -145,24 +128,29 @@ class _Copier:
             if self._shares and self._mapped.isdisjoint(map(id, _contents(held))) and _same(own, held):
                 self._of[id(value)] = own = value
             return own
-        if kind in (tuple, frozenset):
+        if is_tuple(kind) or kind is frozenset:
             parts = self._all(value, path)
-            return value if all(map(is_, parts, value)) else kind(parts)
+            same = all(map(is_, parts, value))
+            return value if same else kind(parts) if kind in (tuple, frozenset) else kind(*parts)
         if kind is types.MethodType:
-            return self._partial(value, value.__func__, (value.__self__,), {}, path)
+            owner = self._copy(value.__self__, path)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if kind is functools.partial:
-            return self._partial(value, value.func, value.args, value.keywords, path)
+            return self._partial(value, path)
         if isinstance(value, Tensor):
             self.plain.append((path, value))
         return value
 
-    def _partial(self, value: Any, *parts: Any) -> Any:
-        *held, path = parts
-        func, args, keywords = copied = [self._copy(part, path) for part in held]
+    def _partial(self, value: functools.partial[Any], path: str) -> functools.partial[Any]:
+        held = [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+        copied = self._all(held, path)
         if all(map(is_, copied, held)):
             return value
-        weak = [weakref.ref(each) if id(each) in self._registered else each for each in (func, *args)]
-        return _Partial(weak, keywords)
+        rest = iter(copied[1 + len(value.args) :])
+        keywords = {key: next(rest) for key in value.keywords}
+        own = functools.partial(copied[0], *copied[1 : 1 + len(value.args)], **keywords)
+        vars(own).update(zip(vars(value), rest, strict=True))
+        return own
 
     def _all(self, values: Any, path: str) -> list[Any]:
         return [self._copy(value, f"{path}.{i}") for i, value in enumerate(values)]

@@ -18,7 +18,8 @@ from fdp._trees.untraced import leave_all_alone
 from fdp.nn._buffers import keep_buffers
 from fdp.nn._device_ids import devices_of, index_of
 from fdp.nn._parallel_apply import check_lengths, run_modules
-from fdp.nn._replicate import InPlace, replicas_of
+from fdp.nn._reachable import OF_CLONE
+from fdp.nn._replicate import OF_REPLICAS, InPlace, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 
 M = TypeVar("M", bound=nn.Module)
@@ -151,7 +152,7 @@ class DataParallel(nn.Module, Generic[M]):
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
-        return replicas_of(module, as_devices(list(device_ids), self._where), self._where, InPlace)
+        return replicas_of(module, as_devices(list(device_ids), self._where), self._where, InPlace, marks=_MARKS)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
@@ -234,6 +235,9 @@ def data_parallel(
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
     return shim._run(args, kwargs) if shim.device_ids else module(*args, **kwargs)
+
+
+_MARKS = {**OF_REPLICAS, OF_CLONE: True}
 
 
 class _Shards(tuple[tuple[Any, ...], ...]):

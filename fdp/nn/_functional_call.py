@@ -13,7 +13,8 @@ from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp.nn._clone import clone
 from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
-from fdp.nn._recipe import Recipe, recipe_of
+from fdp.nn._reachable import OF_CLONE
+from fdp.nn._recipe import recipe_of
 
 
 @stand_in_for_functional_call
@@ -70,28 +71,23 @@ def functional_call(
         with in_place(module, recipe):
             return call_in_place(module, given, args, kwargs, **options)
     tensors = recipe.tensors(states)
-    if not tie_weights or not _takes(recipe, given, strict):
-        return call_in_place(clone(recipe, states, tensors, shares=True).modules[0], given, args, kwargs, **options)
-    for name, tensor in given.items():
-        tensors[recipe.numbers[name]] = tensor
-    made = clone(recipe, states, tensors, shares=True)
+    ties = tie_weights and not recipe.has_both_kinds
+    known = {name: number for name in given if ties and (number := recipe.names.get(name))}
+    for name, number in known.items():
+        tensors[number] = given[name]
+    made = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True})
+    plain = len(set(known.values())) == len(given) and all(isinstance(x, Tensor) for x in given.values())
+    if not plain or (strict and given.keys() != recipe.numbers.keys()):  # torch says what is wrong with the names
+        return call_in_place(made.modules[0], given, args, kwargs, **options)
     try:
         return made.modules[0](*args, **kwargs)
     finally:
         given.update(made.now(recipe, given))
-        own = {number for name, number in recipe.numbers.items() if name not in given}
+        own = set(recipe.numbers.values()).difference(known.values())
         for (_, _, buffers), state, part in zip(recipe.links, states, made.modules, strict=False):
             now = vars(part)["_buffers"]
             news = {key: now[key] for key, n in buffers if n in own and key in now and now[key] is not tensors[n]}
             state["_buffers"].update(news)
-
-
-def _takes(recipe: Recipe, given: Tensors, strict: bool) -> bool:
-    """Whether these are tensors, under no name but the first of each that is tied."""
-    enough = (
-        len(given) == len(recipe.numbers) or not strict
-    ) and not recipe.has_both_kinds  # torch takes these for one
-    return enough and given.keys() <= recipe.numbers.keys() and all(isinstance(x, Tensor) for x in given.values())
 
 
 def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:

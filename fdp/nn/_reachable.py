@@ -18,13 +18,11 @@ import torch.fx
 from torch import Tensor, nn
 
 from fdp._trees import torch_private
-from fdp.nn._values import ATOMS
+from fdp.nn._values import ATOMS, BOXES, has_atoms_only, is_constant
 
 # Either nothing is behind these, or nothing that a forward comes to.
 _ENDS = (type, types.ModuleType, types.CodeType, Tensor, Enum, logging.Filterer, io.IOBase)
 _ENDS += (torch.fx.Graph, torch_private.OperatorBase, torch_private.OpOverloadPacket)
-# The collector does not see what is behind these.
-_HIDDEN = (contextvars.ContextVar, threading.local, *weakref.ProxyTypes)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MOST = 20_000
 """Objects that are looked at. With more the module is called in place."""
@@ -33,11 +31,28 @@ OF_CLONE = "_is_clone_of_fdp"
 LruCache = type(functools.lru_cache(len))
 
 
-def way_back(shared: Iterable[tuple[str, Any]], targets: Container[int], *, may_hold_clones: bool) -> str | None:
-    """The path of the first value from which one of the objects with these ids may be reached."""
+def way_back(
+    shared: Iterable[tuple[str, Any, bool]], targets: frozenset[int], boxes: Callable[[], set[int]]
+) -> str | None:
+    """The path of the first value from which one of the objects with these ids may be reached.
+
+    Each value comes with whether a module of a clone behind it is an error.
+    """
+    shared = [each for each in shared if not _is_settled(each[1])]
+    if not shared:
+        return None
     seen: dict[int, Any] = {}
-    refuse = refuse_clone if may_hold_clones else None
-    return next((path for path, value in shared if _leads(value, targets, seen, path, refuse)), None)
+    more = boxes()
+    ids = targets | more if more else targets
+    return next((path for path, value, refuses in shared if _leads(value, ids, seen, path if refuses else None)), None)
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether it is a function of a library that knows nothing but that library."""
+    if type(value) is types.BuiltinFunctionType:
+        return isinstance(value.__self__, types.ModuleType | type | None)
+    library = type(value) is types.FunctionType and of_library(value.__module__) and not vars(value)
+    return isinstance(value, _ENDS) or (library and not value.__closure__ and is_constant(value.__defaults__ or ()))
 
 
 def refuse_clone(module: nn.Module, path: str) -> None:
@@ -54,9 +69,7 @@ def is_clone(module: nn.Module) -> bool:
     return OF_CLONE in vars(module)
 
 
-def _leads(
-    start: Any, targets: Container[int], seen: dict[int, Any], path: str, refuse: Callable[[Any, str], None] | None
-) -> bool:
+def _leads(start: Any, targets: Container[int], seen: dict[int, Any], refusing: str | None) -> bool:
     todo = [start]
     while todo:
         value = todo.pop()
@@ -64,8 +77,8 @@ def _leads(
             return True
         if type(value) in ATOMS or id(value) in seen or isinstance(value, _ENDS):
             continue
-        if refuse is not None and issubclass(type(value), nn.Module):
-            refuse(value, path)
+        if refusing is not None and issubclass(type(value), nn.Module):
+            refuse_clone(value, refusing)
         seen[id(value)] = value
         parts = _parts(value)
         if parts is None or len(seen) > _MOST:
@@ -81,15 +94,22 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return _of_function(value)
     if isinstance(value, weakref.ref):
         return (value(),)
-    # An array of numbers holds no objects, and a class written in C by somebody else may not say what it holds.
-    if kind in _HIDDEN or getattr(getattr(value, "dtype", None), "hasobject", False) or not _is_plain(kind):
+    if kind is contextvars.ContextVar:
+        return (value.get(None),)
+    if kind is threading.local:
+        return (vars(value),)
+    if kind in (tuple, *BOXES) and has_atoms_only(value):
+        return ()
+    hides = kind.__module__.partition(".")[0] == "numpy" and value.dtype.hasobject
+    # A class written in C by somebody else may not say what it holds.
+    if hides or kind in weakref.ProxyTypes or not _is_plain(kind):
         return None
     return [*gc.get_referents(value), *members(kind)]
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any] | None:
     """What a function closes over, its defaults, and what it reads by a global name; of functions those of its file."""
-    if hasattr(function, "_torchdynamo_orig_callable"):
+    if hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False):
         return None  # what is compiled knows the module that it was compiled for
     scope = function.__globals__
     read = () if of_library(scope.get("__name__")) else _global_names(function.__code__)

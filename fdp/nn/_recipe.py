@@ -1,7 +1,7 @@
 """What a tree of modules is made of: noted once, and looked at once a call, which makes its clones from that."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any, final
@@ -11,43 +11,51 @@ from torch import Tensor, nn
 from fdp._execution.process_lock import exclusively
 from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
-from fdp.nn._values import ATOMS, parts_of
-from fdp.nn._walk import HOOKS, OF_TENSORS, Attributes, ModulePart, Walk, join
+from fdp.nn._reachable import LruCache, is_clone, members, way_back
+from fdp.nn._values import is_constant
+from fdp.nn._walk import HOOKS, OF_TENSORS, Attributes, ModulePart, Sight, Walk, ids_of, join
 
 _structure, _of_tensors = itemgetter("_modules", *HOOKS), itemgetter(*OF_TENSORS)
 
 
 @final
 class Recipe:
-    """What a module is made of. It keeps none of the modules alive.
+    """What a module is made of: names, keys and numbers, and no object of the user's.
 
     Tensors are numbered: none is 0, those with a name follow in the order of `params` and `buffers`, then the others.
-    `numbers` are theirs by name; `has_both_kinds` says that one tensor is a parameter and a buffer. `in_place` says why
-    no clone can stand for the module, which is then called itself; such a recipe has no parts.
+    `numbers` are theirs by name, and `names` has the other names of tied tensors too. `has_both_kinds` says that one
+    tensor is a parameter and a buffer. `in_place` says why no clone can stand for the module, which is then called
+    itself; such a recipe has no parts.
     """
 
     def __init__(self, module: nn.Module) -> None:
         walk = Walk(module)
-        self.in_place = walk.reason
         self.params, self.buffers = dict.fromkeys(walk.params), dict.fromkeys(walk.buffers)
         self.numbers = {name: number for number, name in enumerate(chain(walk.params, walk.buffers), 1)}
-        self.has_both_kinds = walk.has_both_kinds
+        self.names, self.has_both_kinds, self.registered = walk.names, walk.has_both_kinds, walk.registered
+        self._is_clone = is_clone(module)
         self._refs, self.ids = list(map(weakref.ref, walk.modules)), list(map(id, walk.modules))
-        self._kinds = [
-            weakref.ref(type(part)) for part in walk.modules
-        ]  # one may have a property that knows the module
+        self._kinds = [weakref.ref(type(part)) for part in walk.modules]
         self._norms = [ref for ref, part in zip(self._refs, walk.modules, strict=True) if may_take_own(part)]
         states = list(map(vars, walk.modules)) if walk.is_whole else []
+        self.parts, self.places, self._targets = (
+            walk.parts,
+            walk.places,
+            ids_of(walk.modules) if states else frozenset(),
+        )
+        self._rich = [i for i, part in enumerate(self.parts) if part.others or part.has_hooks]
+        self.in_place = walk.reason or self._way_back(states)
         self._fixed, self._loose = self._versions(states)
-        if self.in_place is not None:  # something in it leads to the module
-            walk.parts, walk.places, walk.known = [], [], {}
-        self.parts, self.places, self._known, self.registered = walk.parts, walk.places, walk.known, walk.registered
+        if self.in_place is not None:
+            self.parts, self.places = [], []
+        self.odd = [i for i in self._rich if self.parts]
         self.links = [(part.children, part.params, part.buffers) for part in self.parts]
-        self.odd = [i for i, part in enumerate(self.parts) if part.own or part.has_hooks]
         self.unnamed = [join(self.parts[i].path, key) for i, _, key in self.places[len(self.numbers) :]]
-        weights = [(i, dict(part.params).get("weight")) for i, part in enumerate(self.parts)]
+        embeddings = [(part, walk.modules[i]) for i, part in enumerate(self.parts)]
         self._embeddings = [
-            (i, n) for i, n in weights if n and isinstance(walk.modules[i], nn.Embedding | nn.EmbeddingBag)
+            (i, number)
+            for i, (part, module) in enumerate(embeddings)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (number := dict(part.params).get("weight"))
         ]
 
     def kinds(self) -> list[Any]:
@@ -67,8 +75,27 @@ class Recipe:
             if self.in_place or not all(map(_follows, self.parts, states)) or not self._ties(states):
                 return None
             self._loose = loose  # of before the look: another thread may have written since
-        odd = [states[i][key] for i in self.odd for key in self.parts[i].own]
-        return states if all(_knows(value, self._known, set()) for value in odd) else None
+        try:
+            return states if self.in_place or self._way_back(states) is None else None
+        except _NewModule:
+            return None
+
+    def _way_back(self, states: Sequence[Attributes]) -> str | None:
+        """What of all that a clone shares with the module may lead back to it."""
+        sight = Sight(self._check_known, may_hold_clones=not self._is_clone)
+        for i in self._rich:
+            sight.see(self.parts[i], states[i])
+        found = [(kind, each) for kind in {*self.kinds()} for each in members(kind)]
+        cached = next((kind for kind, each in found if isinstance(each, LruCache)), None)
+        if cached is not None:  # it keeps every instance that was called
+            return f"a method of {cached.__name__} has a cache"
+        held = [*sight.shared, *[(f"the class {kind.__name__}", each, False) for kind, each in found]]
+        path = way_back(held, self._targets, sight.boxes) if held else None
+        return None if path is None else f"{path} leads back to it, or may do so"
+
+    def _check_known(self, module: nn.Module, path: str) -> None:
+        if id(module) not in self._targets:
+            raise _NewModule(path)
 
     def _versions(self, states: Sequence[Attributes]) -> tuple[list[int], list[int]]:
         """How often the registries of modules and hooks have been written; and how often attributes and the others."""
@@ -101,6 +128,10 @@ class Recipe:
     def takes_own_statistics(self) -> bool:
         """Whether several slots do not compute what one device does."""
         return any(takes_own(part) for ref in self._norms if (part := ref()) is not None)
+
+
+class _NewModule(Exception):
+    """There is a module that the recipe does not know."""
 
 
 _RECIPES: dict[int, tuple[weakref.ref[nn.Module], Recipe]] = {}
@@ -138,15 +169,6 @@ def _read(dicts: Iterable[Any]) -> list[int]:
 
 
 def _follows(part: ModulePart, state: Attributes) -> bool:
-    """Whether nothing but numbers, strings and tensors has changed, and what a clone has of its own."""
+    """Whether what was a number or a string is one, and there is no attribute more or less."""
     kinds = [(key, type(value)) for key, value in state.items()]
-    return kinds == part.attributes and all(state[key] is value for key, value in part.shared)
-
-
-def _knows(value: Any, known: Mapping[int, Any], inside: set[int]) -> bool:
-    """Whether a value is made of what is known, numbers and tensors."""
-    if type(value) in ATOMS or id(value) in known or id(value) in inside or isinstance(value, Tensor):
-        return True
-    inside.add(id(value))
-    parts = parts_of(value)
-    return parts is not None and all(_knows(part, known, inside) for _, part in parts)
+    return kinds == part.attributes and all(is_constant(state[key]) for key in part.constants)

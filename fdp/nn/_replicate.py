@@ -1,6 +1,6 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,12 +9,21 @@ from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
 from fdp._trees.types import DeviceLike
-from fdp.nn._clone import clone
+from fdp.nn._clone import clone, with_hooks
 from fdp.nn._copies import copies_of
 from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
 from fdp.nn._recipe import Recipe, recipe_of
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def _zero_grad(set_to_none: bool = True) -> None:
+    nn.Module.zero_grad(_REPLICA, set_to_none)  # torch's own warning, and nothing to clear
+
+
+_REPLICA = nn.Module()
+_REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
+OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}
 
 
 def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = False) -> list[M]:
@@ -57,6 +66,7 @@ def replicas_of(
     where: str,
     otherwise: Callable[[nn.Module, Recipe, Tensors], Any],
     *,
+    marks: Mapping[str, Any] = OF_REPLICAS,
     detach: bool = False,
 ) -> list[M]:
     """Clones over the module's tensors and over copies of them; what is made `otherwise` if none can stand for it."""
@@ -71,7 +81,7 @@ def replicas_of(
             made.append(otherwise(module, recipe, tensors))
             continue
         numbered = [None, *[tensors[name] for name in recipe.numbers], *recipe.others(states)]
-        made.append(clone(recipe, states, numbered, shares=True, marks=_OF_REPLICAS).modules[0])
+        made.append(with_hooks(clone(recipe, states, numbered, shares=True, marks=marks)).modules[0])
     return made
 
 
@@ -117,12 +127,3 @@ def _check_replicable(module: nn.Module, tensors: Iterable[Tensor], where: str) 
             raise RuntimeError(
                 f"{where}: {what} is scripted or traced, and cannot be replicated. Pass the Python module"
             )
-
-
-def _zero_grad(set_to_none: bool = True) -> None:
-    nn.Module.zero_grad(_REPLICA, set_to_none)  # torch's own warning, and nothing to clear
-
-
-_REPLICA = nn.Module()
-_REPLICA._is_replica = True  # pyright: ignore[reportArgumentType]
-_OF_REPLICAS = {"_is_replica": True, "zero_grad": _zero_grad}

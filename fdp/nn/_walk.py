@@ -1,14 +1,13 @@
 """One walk over a tree of modules: its parts, and what a clone of it would share with it."""
 
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch.fx
 from torch import Tensor, nn
 
-from fdp.nn._reachable import LruCache, is_clone, members, refuse_clone, way_back
+from fdp.nn._reachable import is_clone, refuse_clone
 from fdp.nn._values import ATOMS, BOXES, is_constant, is_setting, parts_of
 
 Attributes: TypeAlias = dict[str, Any]
@@ -28,9 +27,47 @@ class ModulePart(NamedTuple):
     params: list[tuple[str, int]]
     buffers: list[tuple[str, int]]
     attributes: list[tuple[str, type]]
-    shared: list[tuple[str, Any]]  # attributes that a clone has as they are
-    own: list[str]  # attributes of which a clone has its own, since tensors or modules may be in them
+    constants: list[str]  # attributes made of numbers and strings
+    others: list[str]
     has_hooks: bool
+
+
+@final
+class Sight:
+    """What is behind attributes: other modules, containers, and values that a clone would share with the module."""
+
+    def __init__(self, meet: Callable[[nn.Module, str], object], *, may_hold_clones: bool) -> None:
+        self._meet, self._may_hold_clones = meet, may_hold_clones
+        self.shared: list[tuple[str, Any, bool]] = []  # path, value, whether forward may have put it there
+        self._boxes: dict[int, Any] = {}
+
+    def see(self, part: ModulePart, state: Attributes) -> None:
+        """Look into the attributes of a part, and at its hooks."""
+        for key in part.others:
+            self._see(state[key], join(part.path, key), False)
+        for key in HOOKS if part.has_hooks else ():
+            for hook in state[key].values():
+                self._see(hook, join(part.path, key), False)
+
+    def _see(self, value: Any, path: str, inside: bool) -> None:
+        kind = type(value)
+        if kind in ATOMS or issubclass(kind, Tensor) or id(value) in self._boxes:
+            return
+        if issubclass(kind, nn.Module):  # by class: a weak proxy says that it is an instance
+            if inside and self._may_hold_clones:
+                refuse_clone(value, path)
+            self._meet(value, path)
+        elif (parts := parts_of(value)) is not None:
+            self._boxes[id(value)] = value
+            for key, each in parts:
+                self._see(each, join(path, key), inside or kind in BOXES)
+        else:
+            self._boxes[id(value)] = value
+            self.shared.append((path, value, inside and self._may_hold_clones))
+
+    def boxes(self) -> set[int]:
+        """The containers that a clone has of its own, by id; not those that are mere settings."""
+        return {key for key, box in self._boxes.items() if type(box) in BOXES and not is_setting(box)}
 
 
 @final
@@ -44,40 +81,39 @@ class Walk:
         self._numbers = {key: number for number, key in enumerate(keys, 1)}
         self.has_both_kinds = len({tensor for _, tensor in keys}) < len(keys)  # a tensor that is parameter and buffer
         self._first: dict[int, tuple[int, str, str]] = {}
+        self.names: dict[str, int] = {}  # also the others of a tensor that is tied
         self.modules: list[nn.Module] = []
         self.parts: list[ModulePart] = []
-        self.known: dict[int, Any] = {}  # by id: numbers of modules, and what a clone has as it is
-        self.shared: list[tuple[str, Any]] = []
+        self._known: dict[int, int] = {}
         self._paths: list[str] = []
         self._links: list[Any] = []
-        self._boxes: dict[int, Any] = {}
-        self._is_clone = is_clone(module)
-        self.reason: str | None = None
         self.registered, self.is_whole = 0, False
+        self.reason: str | None = None
+        sight = Sight(self._module, may_hold_clones=not is_clone(module))
         try:
             self._module(module, "")
             self.registered = len(self.modules)
             while len(self.parts) < len(self.modules):
-                self.parts.append(self._part(len(self.parts)))
+                state = vars(self.modules[len(self.parts)]).copy()
+                self.parts.append(self._part(len(self.parts), state))
+                sight.see(self.parts[-1], state)
             self.is_whole = True
         except (RecursionError, TypeError, KeyError) as error:
             self.reason = f"its parts cannot be listed ({type(error).__name__}: {error})"
         self.places = [self._first[number] for number in sorted(self._first)]
-        lacking = [name for i, name in enumerate([*self.params, *self.buffers], 1) if i not in self._first]
-        if lacking:
-            self.reason = self.reason or f"it names {lacking}, which no registry has"
-        self.reason = self.reason or self._way_back()
+        if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _NAMING):
+            self.reason = self.reason or f"{type(module).__name__} names its tensors itself"
 
     def _module(self, module: nn.Module, path: str) -> int:
-        if id(module) in self.known:
-            return self.known[id(module)]
+        if id(module) in self._known:
+            return self._known[id(module)]
         kind = type(module)
         # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
         if kind.__basicsize__ != nn.Module.__basicsize__ or hasattr(kind, "__del__"):
             self.reason = f"{kind.__name__} has __slots__ or __del__"
         if issubclass(kind, torch.jit.ScriptModule | nn.DataParallel):
             raise TypeError(f"{path or 'it'} is a {kind.__name__}")
-        number = self.known[id(module)] = len(self.modules)
+        number = self._known[id(module)] = len(self.modules)
         self.modules.append(module)
         self._paths.append(path)
         self._links.append(None)
@@ -98,56 +134,32 @@ class Walk:
             if tensor is not None:
                 number = self._numbers.setdefault((registry, id(tensor)), len(self._numbers) + 1)
                 self._first.setdefault(number, (part, registry, key))
+                if not self.registered:
+                    self.names[join(self._paths[part], key)] = number
             slots.append((key, number))
         return slots
 
-    def _part(self, number: int) -> ModulePart:
-        """A part with its attributes, which may lead to more modules."""
-        path, state = self._paths[number], vars(self.modules[number]).copy()
-        own, shared = list[str](), list[tuple[str, Any]]()
-        for key in state.keys() - _OF_EACH:
-            value = state[key]
-            if type(value) in ATOMS or isinstance(value, torch.fx.Graph):  # the code was made of that
-                continue
-            translated = issubclass(type(value), Tensor | nn.Module) or parts_of(value) is not None
-            own.append(key) if translated and not is_constant(value) else shared.append((key, value))
-            self._value(value, join(path, key))
-        for key in HOOKS:
-            for hook in state[key].values():
-                self._value(hook, join(path, key))
+    def _part(self, number: int, state: Attributes) -> ModulePart:
+        constants, others = list[str](), list[str]()
+        for key, value in state.items():
+            # The code of a graph module was made of its graph.
+            if key not in _OF_EACH and type(value) not in ATOMS and not isinstance(value, torch.fx.Graph):
+                (constants if is_constant(value) else others).append(key)
         attributes = [(key, type(value)) for key, value in state.items()]
+        has_hooks = any(state[key] for key in HOOKS)
         children, params, buffers = self._links[number]
-        return ModulePart(path, children, params, buffers, attributes, shared, own, any(state[key] for key in HOOKS))
+        return ModulePart(self._paths[number], children, params, buffers, attributes, constants, others, has_hooks)
 
-    def _value(self, value: Any, path: str) -> None:
-        if type(value) in ATOMS or isinstance(value, Tensor) or id(value) in self.known or id(value) in self._boxes:
-            return
-        if issubclass(type(value), nn.Module):  # a weak proxy says that it is an instance
-            if not self._is_clone:
-                refuse_clone(value, path)
-            self._module(value, path)
-        elif (parts := parts_of(value)) is not None:
-            self._boxes[id(value)] = value
-            for key, part in parts:
-                self._value(part, join(path, key))
-        else:
-            self.shared.append((path, value))
-            self.known[id(value)] = value
 
-    def _way_back(self) -> str | None:
-        """Whether something that a clone would share may lead back to the module."""
-        states = list(map(vars, self.modules))
-        boxes = {key for key, box in self._boxes.items() if type(box) in BOXES and not is_setting(box)}
-        targets = boxes.union(*(map(id, each) for each in (self.modules, states, *map(registries, states))))
-        found = [(kind, each) for kind in {type(part) for part in self.modules} for each in members(kind)]
-        cached = next((kind for kind, each in found if isinstance(each, LruCache)), None)
-        if cached is not None:  # it keeps every instance that was called
-            return f"a method of {cached.__name__} has a cache"
-        held = chain(self.shared, ((f"the class {kind.__name__}", each) for kind, each in found))
-        path = way_back(held, targets, may_hold_clones=not self._is_clone)
-        return None if path is None else f"{path} leads back to it, or may do so"
+_NAMING = ("named_parameters", "named_buffers", "_named_members", "named_modules")
 
 
 def join(path: str, key: object) -> str:
     """The path of what is in another."""
     return f"{path}.{key}" if path else str(key)
+
+
+def ids_of(modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Those of modules, and of what they keep their attributes and tensors in."""
+    states = list(map(vars, modules))
+    return frozenset().union(*(map(id, each) for each in (modules, states, *map(registries, states))))

@@ -207,9 +207,15 @@ def test_no_reference_is_left(make, args, through, failing):
     gc.disable()
     try:
         for _ in range(2):
-            assert [ref() for ref in call() if ref() is not None] == []
+            refs = call()
+            if make in IN_CYCLES:  # clones are in cycles as their modules are
+                gc.collect()
+            assert [ref() for ref in refs if ref() is not None] == []
     finally:
         gc.enable()
+
+
+IN_CYCLES = [BY_NAME[name][0] for name in ("aliases", "partial", "patched forward")]
 
 
 def test_functional_call_does_not_keep_modules():

@@ -7,7 +7,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +63,11 @@ AS_TORCH = {name: rest for name, rest in BY_NAME.items() if name != "unregistere
 as_torch = pytest.mark.parametrize(("make", "args"), AS_TORCH.values(), ids=AS_TORCH)
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 def test_a_parameter_is_the_given_tensor_wherever_it_is():
     class Twice(nn.Module):
         def __init__(self):
@@ -70,11 +75,12 @@ def test_a_parameter_is_the_given_tensor_wherever_it_is():
             self.part, self.hidden = nn.Linear(3, 3), [nn.Linear(3, 3)]
             self.hidden[0].bias = self.part.bias
             self.weights, self.pair = [self.part.weight], ({"bias": self.part.bias},)
+            self.named = Pair(self.part.weight, self.part)
             self.__dict__["alias"] = self.part.weight
 
         def forward(self, x):
             out = self.hidden[0](self.part(x)) + self.weights[0].sum() + self.pair[0]["bias"]
-            return out @ self.alias
+            return out @ self.alias + self.named.second(x) @ self.named.first
 
     module, (x,) = Twice(), X()
     params = {name: torch.randn_like(p, requires_grad=True) for name, p in module.named_parameters()}

@@ -191,7 +191,6 @@ UNKNOWN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "closure of a cached function": (lambda module: functools.lru_cache(closed_over(module)), lambda held: held()),
     "decorated function": (lambda module: torch.no_grad()(closed_over(module)), lambda held: held()),
     "slots": (lambda module: Slots(holds=[module]), lambda held: held.holds[0]),
-    "named tuple": (lambda module: Pair(0, (module,)), lambda held: held.second[0]),
     "slot of a dict": (lambda module: SlottedDict(module), lambda held: held.holds),
     "attribute of a tuple": (lambda module: DatedTuple(module), lambda held: held.holds),
     "factory of a dict": (lambda module: defaultdict(closed_over(module)), lambda held: held[0]),

@@ -6,9 +6,12 @@
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
 import copy
+import functools
 import gc
+import inspect
 import types
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from fdp import functional, functional_call
 from tests.common.depth import few
@@ -210,3 +214,128 @@ def test_what_is_set_every_step_is_seen():
         given = dict(module.named_parameters())
         expected = torch.func.functional_call(module, given, torch.ones(2, 3))
         close(functional_call(module, given, torch.ones(2, 3))[0], expected[0])
+
+
+class Holding(nn.Module):
+    """Calls what an object holds, after its own layer."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.first, self.last, self.held = nn.Linear(3, 3), nn.Linear(3, 3), held
+
+    def forward(self, x):
+        x = self.first(x)
+        for call in list(vars(self.held).values()) if isinstance(self.held, types.SimpleNamespace) else list(self.held):
+            x = call(x)
+        return x
+
+
+class Growing(list[Any]):
+    """A list of a class of its own."""
+
+
+def put_in(module):
+    module.held.call = module.last
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "object": (types.SimpleNamespace, put_in),
+    "list": (list, lambda module: module.held.append(module.last)),
+    "list of a class of its own": (Growing, lambda module: module.held.append(module.last)),
+    "user list": (UserList, lambda module: module.held.append(module.last)),
+    "bound method in a list": (list, lambda module: module.held.append(module.last.forward)),
+}
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(("make", "change"), HELD.values(), ids=HELD)
+def test_an_object_that_gets_a_part_of_the_module_later(make, change, called_before):
+    module, (x,) = seeded(lambda: Holding(make())), X()
+    apply, state = functional(module)
+    if called_before:
+        apply(state, x)
+        functional_call(module, {}, x)
+    change(module)
+    params, _ = other_tensors(module)
+    expected = torch.func.functional_call(module, params, x) if make is types.SimpleNamespace else None
+    hidden = nn.functional.linear(x, params["first.weight"], params["first.bias"])
+    one = nn.functional.linear(hidden, params["last.weight"], params["last.bias"])
+    for out in (apply((params, {}), x)[0], functional_call(module, params, x)):
+        close(out, one)
+        assert expected is None or torch.equal(out, expected)
+        assert all(grad is not None for grad in torch.autograd.grad(out.sum(), list(params.values())))
+
+
+def test_a_trainer_that_gets_the_module_later_keeps_nothing_alive():
+    module = seeded(lambda: Holding(types.SimpleNamespace()))
+    apply, state = functional(module)
+    apply(state, *X())
+    module.__dict__["trainer"] = types.SimpleNamespace()
+    apply(state, *X())
+    module.trainer.model = module
+    ref = weakref.ref(module)
+    del module, apply
+    gc.collect()
+    assert ref() is None
+
+
+class Strict(dict[str, Any]):
+    """A config whose attributes are its keys, and all others an error of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Bound(nn.Module):
+    """Has bound methods and partials as attributes, and looks at what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.config = nn.Linear(3, 3), Strict(width=3)
+        self.method, self.partial = self.twice, functools.partial(self.twice, scale=3.0)
+        self.gelu = functools.partial(nn.functional.gelu, approximate="tanh")
+        self.gelu.layer = self.fc
+        self.calls = {self.method: 2.0}
+
+    def twice(self, x, scale=2.0):
+        return scale * self.fc(x)
+
+    def forward(self, x):
+        assert inspect.ismethod(self.method)
+        assert self.method == self.twice
+        assert self.method.__self__ is self
+        assert list(inspect.signature(self.method).parameters) == ["x", "scale"]
+        assert isinstance(self.partial, functools.partial)
+        assert self.partial.keywords == {"scale": 3.0}
+        assert self.gelu.layer is self.fc
+        x = checkpoint(self.method, x, use_reentrant=False) + self.partial(x)
+        return self.gelu(x) * self.calls[self.method] * self.config.width
+
+
+def test_bound_methods_and_partials_are_those_of_the_clone():
+    module, (x,) = seeded(Bound), X()
+    params, _ = other_tensors(module)
+    one = Bound()
+    one.load_state_dict(params)
+    expected = one(x)
+    want = torch.autograd.grad(expected.sum(), list(one.parameters()))
+    for out in (functional(module)[0]((params, {}), x)[0], functional_call(module, params, x)):
+        close(out, expected)
+        close(torch.autograd.grad(out.sum(), list(params.values())), want)
+
+
+def test_other_names_of_a_tied_tensor():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+            self.weights = [self.a.weight]
+
+        def forward(self, x):
+            return self.b(self.a(x)) @ self.weights[0]
+
+    module, (x,), weight = Listed(), X(), torch.randn(3, 3)
+    want = x @ weight.T @ weight.T @ weight
+    for given in ({"a.weight": weight}, {"b.weight": weight}, {"a.weight": weight, "other": torch.ones(1)}):
+        close(functional_call(module, given, x), want)

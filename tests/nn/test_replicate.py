@@ -294,6 +294,18 @@ def test_gradient_of_replicate():
     assert gradgradcheck(lambda *inputs: tuple(run(*inputs)), inputs)
 
 
+def test_hooks_and_norms_may_be_put_on_replicas():
+    module, x = nn.Sequential(nn.Linear(3, 2)), numbers(4, 3)
+    first, second = replicate(module, cpus(2))
+    seen: list[Any] = []
+    second[0].register_forward_hook(lambda part, args, out: seen.append(out))
+    nn.utils.parametrizations.weight_norm(second[0])
+    assert_close_tree(second(x), module(x))
+    first(x)
+    assert len(seen) == 1
+    assert not module[0]._forward_hooks
+
+
 def compiled_in_place(module: nn.Module) -> nn.Module:
     module.compile(backend="eager")
     return module

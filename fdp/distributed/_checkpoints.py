@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Iterator
-from functools import partial
+from concurrent import futures
 from pathlib import Path
 from typing import Any, final
 
@@ -15,13 +17,15 @@ from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
 from fdp._placement.slot import fold_in
 from fdp._trees.types import Tree
-from fdp.distributed import _checkpoint_writer as writer
 from fdp.distributed._checkpoint_files import CheckpointFiles
 from fdp.distributed._portable import check, data_of, outline, pack, room_for, unpack
 from fdp.distributed._session import Tag, meet
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
+_LOGGER = logging.getLogger("fdp.distributed")
+_PENDING: dict[tuple[int, Path], "futures.Future[None]"] = {}
+"""What is being written, by process and directory."""
 
 
 @final
@@ -29,8 +33,8 @@ class Checkpoints:
     """The states of a training, the last few of them, in files of a directory.
 
     `restore` gives what the last `save` was given. A file is written beside its place, brought to disk, and then
-    renamed: a run may be killed at any moment, and what is there is whole. Its name holds its digest, so that a file
-    that has been damaged since is found out. What was saved last counts, whatever its step.
+    renamed: a run may be killed at any moment, and what is there is whole. It holds checksums, so that a file that has
+    been damaged since is found out. What was saved last counts, whatever its step.
 
     >>> import fdp, tempfile, torch
     >>> directory = tempfile.mkdtemp()
@@ -83,7 +87,7 @@ class Checkpoints:
             wait: Whether to return only when the file is on the disk.
 
         Raises:
-            TypeError: A leaf of another type, with its path.
+            TypeError: A leaf of another type, with its path: of a module or an optimizer pass the `state_dict()`.
             ValueError: A bad `step`, or the processes have different ones.
             OSError: Process 0 could not write this state, or an earlier one with `wait=False` (then this one is not
                 saved either). The files before it are as they were. In the other processes a RuntimeError.
@@ -94,7 +98,7 @@ class Checkpoints:
                 raise ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
             if not isinstance(wait, bool):
                 raise TypeError(f"Checkpoints.save: wait must be True or False, got {wait!r}")
-            writer.wait(self._directory)
+            _wait_for(self._directory)
             own = step, _generator_states()
         everybody = _from_all(comm, own, "Checkpoints.save")
         if len({other for other, _ in everybody}) > 1:
@@ -110,7 +114,7 @@ class Checkpoints:
             self._files.write(step, state)
             return
         self._room = packed["leaves"]
-        writer.begin(self._directory, partial(_write_later, self._files, step, state))
+        _begin(self._files, step, state)
 
     def wait(self) -> None:
         """Until a state that was saved with `wait=False` is on the disk. All processes call it.
@@ -128,7 +132,7 @@ class Checkpoints:
             OSError: Process 0 could not write it. In the other processes a RuntimeError.
         """
         with _together(self._wire(), "Checkpoints.wait", self._directory):
-            writer.wait(self._directory)
+            _wait_for(self._directory)
 
     def restore(self, like: Tree | None = None) -> tuple[int, Tree] | None:
         """What was saved last, and set torch's random generators as they were then. All processes call it.
@@ -154,7 +158,7 @@ class Checkpoints:
         comm = self._wire()
         state = None
         with _together(comm, "Checkpoints.restore", self._directory):
-            writer.wait(self._directory)
+            _wait_for(self._directory)
             if _is_first(comm):
                 state = self._files.newest()
                 if state is not None and state.get("format") != _FORMAT:
@@ -178,12 +182,42 @@ class Checkpoints:
         return processes.comm
 
 
-def _write_later(files: CheckpointFiles, step: int, state: Any) -> None:
+def _begin(files: CheckpointFiles, step: int, state: Any) -> None:
+    """Write a file in a thread, which Python waits for at the end of the program."""
+    written: futures.Future[None] = futures.Future()
+    waiting = [state]
+
+    def write() -> None:
+        if not written.set_running_or_notify_cancel():
+            return
+        try:
+            files.write(step, waiting.pop())
+        except BaseException as error:
+            error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
+            _LOGGER.error(
+                "%s: %s\n%s", type(error).__name__, error, error.__notes__[-1]
+            )  # perhaps no call will raise it
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    _PENDING[os.getpid(), files.directory] = written
     try:
-        files.write(step, state)
-    except BaseException as error:
-        error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
+        threading.Thread(target=write, name="fdp-checkpoint").start()
+    except BaseException:  # Ctrl-C: the thread may be there or not
+        written.cancel()
         raise
+
+
+def _wait_for(directory: Path) -> None:
+    """Until what is being written to a directory is there; its error is raised, once."""
+    key = os.getpid(), directory
+    if key not in _PENDING:
+        return
+    futures.wait([_PENDING[key]])
+    written = _PENDING.pop(key)
+    if not written.cancelled():
+        written.result()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,10 @@ def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str,
     They are copies where `room` is given, in its tensors where these fit: new memory takes longer than to copy. Without
     it, some are the tensors themselves.
     """
-    flat = flatten(tree, "tree", where=where)
+    try:
+        flat = flatten(tree, "tree", where=where)
+    except TypeError as error:
+        raise TypeError(f"{error}. In a checkpoint goes the state_dict() of a module or an optimizer") from None
     with torch.inference_mode(False), torch.no_grad():
         if room is None:
             leaves = _alone(flat.leaves)

@@ -1,6 +1,5 @@
 import math
 import os
-import re
 import warnings
 from collections import OrderedDict, namedtuple
 
@@ -14,7 +13,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 def _names(directory):
-    return [re.sub("-[0-9a-f]{16}", "", name) for name in sorted(os.listdir(directory))]
+    return sorted(os.listdir(directory))
 
 
 def _tree():
@@ -121,6 +120,23 @@ def test_a_damaged_file_is_passed_over(tmp_path):
         checkpoints.restore()
 
 
+def test_a_file_of_fdp_0_1_0_is_read(tmp_path):
+    """Its name has a digest of its content."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"w": torch.ones(2)})
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / "000001-step-3-0123456789abcdef.pt")
+    assert repr(checkpoints.restore()) == "(3, {'w': tensor([1., 1.])})"
+    checkpoints.save(4, 4)
+    assert checkpoints.restore() == (4, 4)
+
+
+def test_another_format_is_refused(tmp_path):
+    torch.save({"format": 7}, tmp_path / "000001-step-3.pt")
+    with pytest.raises(ValueError, match=r"expected format 1, found 7"):
+        Checkpoints(tmp_path).restore()
+
+
 class _Opaque(float):
     pass
 
@@ -131,6 +147,10 @@ def test_what_cannot_be_loaded_safely_is_refused(tmp_path):
         checkpoints.save(1, {"a": [numpy.ones(2), _Opaque(), 1]})
     with pytest.raises(TypeError, match=r"tree\[1\] is an int of 2,040 bits, of at most 2,039\. A checkpoint"):
         checkpoints.save(1, [-(2**2039) + 1, 2**2039])
+    model = torch.nn.Linear(2, 2)
+    for part in (model, torch.optim.SGD(model.parameters())):
+        with pytest.raises(TypeError, match=r"tree\['a'\] is .*(Linear|SGD).*goes the state_dict\(\) of a module"):
+            checkpoints.save(1, {"a": part})
     assert os.listdir(tmp_path) == []
 
 

@@ -24,7 +24,7 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 
 
 def names(directory: Path) -> list[str]:
-    return [re.sub("-[0-9a-f]{16}", "", name) for name in sorted(os.listdir(directory))]
+    return sorted(os.listdir(directory))
 
 
 def in_a_child(work: Callable[..., Any], *args: Any) -> Any:
@@ -73,7 +73,7 @@ def test_a_file_without_room_is_an_os_error_that_says_what_to_do(tmp_path: Path,
     *errors, restored = in_a_child(saves_with_a_limit, tmp_path, wait)
     for (kind, number, text, notes), size in zip(errors, (120_000, 4_000_000), strict=True):
         assert (kind, number) == (OSError, errno.EFBIG)
-        match = re.search(r"File too large: this checkpoint needs ([\d,]+) bytes, and the file system has", text)
+        match = re.search(r"File too large: this checkpoint needs ([\d,]+) bytes\. ", text)
         assert match is not None
         assert size < int(match[1].replace(",", "")) < size + 10_000
         assert "Make room, raise the limit of the process if it has one, or save to another directory" in text
@@ -105,9 +105,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path):
     errors, there, steps = found
     for kind, number, text, _ in errors:
         assert (kind, number) == (OSError, errno.ENOSPC)
-        assert re.search(
-            r"No space left on device: this checkpoint needs 4,0\d\d,\d{3} bytes, .* has 8\d\d,\d{3} ", text
-        )
+        assert re.search(r"No space left on device: this checkpoint needs 4,0\d\d,\d{3} bytes\. ", text)
     assert there == ["000001-step-1.pt"]
     assert steps == [1]
 
@@ -176,15 +174,31 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str):
         os.mkfifo(planted)
     else:
         planted.symlink_to(whole if kind == "link" else "nowhere")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert checkpoints.restore() == (1, 1)
-    expected = [f"Checkpoints: {planted} is damaged or cut short: trying the one before"]
-    assert [str(w.message) for w in caught] == expected * (kind != "directory")
+    assert checkpoints.restore() == (1, 1)
     for step in (2, 3):
         checkpoints.save(step, step)
     assert checkpoints.restore() == (3, 3)
     assert elsewhere.restore() == (7, 7)
+
+
+def test_no_bit_that_changes_on_the_disk_changes_what_is_restored(tmp_path: Path):
+    """Torch itself would load some of these files, with other numbers."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, "before")
+    checkpoints.save(2, [torch.arange(5.0), "text", 3])
+    file = max(tmp_path.iterdir())
+    data, draw = file.read_bytes(), random.Random(0)
+    passed = 0
+    for place in draw.sample(range(len(data)), 150):
+        changed = bytearray(data)
+        changed[place] ^= 1 << draw.randrange(8)
+        file.write_bytes(changed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step, state = checkpoints.restore() or (0, None)
+        passed += step == 1
+        assert repr(state) == ("'before'" if step == 1 else repr([torch.arange(5.0), "text", 3])), place
+    assert passed > 75
 
 
 def test_restored_tensors_are_no_part_of_the_file(tmp_path: Path):

@@ -123,7 +123,7 @@ def losses(path: Path) -> list[float]:
 
 def steps(directory: Path) -> list[int]:
     """Of the checkpoints that are there."""
-    return sorted(int(path.name.split("-")[2]) for path in directory.glob("*.pt"))
+    return sorted(int(path.stem.split("-")[2]) for path in directory.glob("*.pt"))
 
 
 def cut_newest(directory: Path) -> None:

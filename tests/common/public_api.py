@@ -102,6 +102,12 @@ def modules(x: Tensor, devices: tuple[torch.device, ...]) -> None:
     torch.testing.assert_close(fdp.functional_call(network, parameters, x), out)
     fdp.set_grads(network, parameters)
     fdp.set_buffers(synchronised, buffers)
+
+    def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    value = fdp.backward(synchronised, mean, devices=devices, microbatches=2)(x)
+    value.item()
     fdp.DataParallel(network, device_ids=["cpu", "cpu"])(x)
     fdp.data_parallel(network, x, ["cpu", "cpu"])
     inputs: Any = fdp.nn.scatter(x, ["cpu", "cpu"])

@@ -12,14 +12,16 @@ from fdp._transforms.arguments import check_function
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.differentiate import Differentiation
 from fdp._transforms.own_statistics import say_own
-from fdp._trees.tracebacks import OF_JAX, api_boundary
+from fdp._trees.graph import captured
+from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
+from fdp.nn._buffers import is_same, write
 from fdp.nn._clone import clone
 from fdp.nn._functional import check_module
 from fdp.nn._in_place import in_place, runs_in_place, swapped
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
-from fdp.nn._write_back import own_gradients, set_buffers
+from fdp.nn._write_back import own_gradients
 
 _REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
 
@@ -65,9 +67,10 @@ def backward(
     `loss` is called once a slot, with a clone of the module on the slot's device and the slot's rows. The clone has the
     attributes, methods, submodules and hooks of the module at that moment. Gradients are added to those that are there,
     as `Tensor.backward` does; hooks of parameters run once. A parameter that is frozen or that no slot uses gets none.
-    The new buffers of all slots are joined and written to the module: floating-point ones are averaged. Nothing is kept
-    between calls, so they follow `load_state_dict`, `.to()` and changes of the module. If a call raises, gradients and
-    buffers are as they were.
+    The new buffers of all slots are joined and written to the module: floating-point ones are averaged. Attributes that
+    forward or the loss sets on the clone are lost: make them buffers, or return them with `has_aux`. Nothing is kept
+    between calls, so they follow `load_state_dict`, `.to()` and changes of the module. If the loss raises, gradients
+    and buffers are as they were. With `seed=` each call draws the same: make the function anew in each step, with another.
 
     Args:
         module: A module on one device, whose parameters have shapes.
@@ -84,7 +87,7 @@ def backward(
     Raises:
         TypeError: Not a module, or one that cannot be called with other tensors.
         ValueError: A lazy module that has not seen an input. From the function: no parameter requires a gradient; the
-            loss depends on other tensors that do; what `value_and_grad` raises.
+            loss depends on none, or on a parameter of another module; what `value_and_grad` raises.
         RuntimeError: From the function: `loss` wrote in place to an argument or a parameter.
     """
     where = "backward"
@@ -136,18 +139,40 @@ def _step(module: nn.Module, settings: Differentiation, args: tuple[Tree, ...], 
         name = type(module).__name__
         raise ValueError(f"{settings.where}: no parameter requires a gradient. Call {name}.requires_grad_()")
     frozen = {name: p for name, p in own.items() if name not in params}
-    rest: Any = {_REST: {**frozen, **buffers}}
+    rest: Any = {_REST: (frozen, buffers)}
     value, (aux, new_buffers), grads = settings.compute((params, *args), {**kwargs, **rest})
+    found = {name: grad for name, grad in grads.items() if grad is not None}
+    if not found:
+        raise ValueError(f"{settings.where}: the loss depends on no parameter of the module that requires a gradient")
     if value.requires_grad:
-        raise ValueError(
-            f"{settings.where}: the loss depends on tensors that require gradients and are no parameters of the "
-            "module: they would get none. Put them into the module (several modules into an nn.ModuleDict), or call "
-            "requires_grad_(False)"
-        )
-    if buffers:
-        set_buffers(module, new_buffers)
-    _accumulate(own, {name: grad for name, grad in grads.items() if grad is not None})
-    return value, aux
+        _say_left_out(value, settings.where)
+    _accumulate(own, found)
+    _write(module, new_buffers)
+    return value.detach(), aux
+
+
+def _say_left_out(value: Tensor, where: str) -> None:
+    """Say that there are tensors that require gradients and get none: an error for parameters of others."""
+    text = (
+        f"{where}: the loss depends on tensors that require gradients and are no parameters of the module: they get "
+        "none. Put parameters into the module, several modules into an nn.ModuleDict"
+    )
+    if any(isinstance(x, nn.Parameter) and OF_CLONE not in vars(x) for x in captured([value], [])):
+        raise ValueError(f"{text}, or call requires_grad_(False)")
+    warn(text)
+
+
+def _write(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    """Give the module the buffers that a slot has in the end: in place, where dtype and shape are the same."""
+    parts = dict(module.named_modules()) if buffers else {}
+    for name, new in buffers.items():
+        path, _, key = name.rpartition(".")
+        held = parts[path]._buffers
+        own = held.get(key)
+        if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape):
+            held[key] = new
+        elif not is_same(own, new):
+            write(own, new)
 
 
 def _accumulate(params: Mapping[str, nn.Parameter], grads: dict[str, Tensor]) -> None:
@@ -173,21 +198,25 @@ class _OnSlot:
     has_aux: bool
     aux_dims: Any = dataclasses.field(compare=False)
 
-    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = {**params, **kwargs.pop(_REST)}
+    def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        frozen, buffers = kwargs.pop(_REST)
         recipe, states = recipe_of(self.module)
         if recipe.takes_own_statistics():
             say_own(self.module)
-        given |= {name: given[name].clone() for name in recipe.buffers}
+        given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
         if runs_in_place(recipe):
             with in_place(self.module, recipe), swapped(self.module, given):
                 out = self.loss(self.module, *args, **kwargs)
-            now = {name: given[name] for name in recipe.buffers}
+            now: Any = {name: given[name] for name in buffers if isinstance(given[name], Tensor)}
         else:
             tensors = [None, *[given[name] for name in recipe.numbers], *recipe.others(states)]
-            made = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True})
-            out = self.loss(made.modules[0], *args, **kwargs)
-            now = made.now(recipe, recipe.buffers)
+            for own, tensor in zip(recipe.tensors(states)[1:], tensors[1:], strict=True):
+                if type(tensor) is Tensor and isinstance(own, nn.Parameter):  # as which the loss may know it
+                    tensor.__class__ = type(own)
+                    vars(tensor).update(vars(own), **{OF_CLONE: True})
+            root = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True}).modules[0]
+            out = self.loss(root, *args, **kwargs)
+            now = dict(root.named_buffers())
         if not self.has_aux and not isinstance(out, tuple):
             return out, (None, now)
         if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
@@ -203,6 +232,6 @@ class _Count:
 
     count: Function
 
-    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(_REST)
         return self.count(*args, **kwargs)

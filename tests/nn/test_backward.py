@@ -363,12 +363,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another parameter": (
         lambda: fdp.backward(mlp(), lambda m, x, y: mse(m, x, y) * nn.Parameter(torch.ones(())), devices="cpu")(X, Y),
         ValueError,
-        r"backward: the loss depends on tensors that require gradients and are no parameters.*nn\.ModuleDict",
+        r"backward: the loss depends on tensors that require gradients and are no parameters.*ModuleDict",
     ),
     "an input": (
         lambda: fdp.backward(mlp(), mse, devices="cpu")(X.clone().requires_grad_(), Y),
+        UserWarning,
+        r"are no parameters of the module: they get none",
+    ),
+    "no graph": (
+        lambda: fdp.backward(mlp(), lambda m, x, y: mse(m, x, y).detach(), devices="cpu")(X, Y),
         ValueError,
-        r"are no parameters of the module",
+        "backward: the loss depends on no parameter",
     ),
     "aux without has_aux": (
         lambda: fdp.backward(mlp(), lambda m, x, y: (mse(m, x, y), x), devices="cpu")(X, Y),
@@ -402,3 +407,88 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_what_cannot_be(call: Callable[[], Any], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.filterwarnings("ignore:backward. the loss depends on tensors that require gradients:UserWarning")
+@each_count
+def test_a_gradient_penalty(count: int):
+    def penalty(model: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (grad.norm(dim=1) - 1).square().mean()
+
+    model = mlp()
+    one = copy.deepcopy(model)
+    value = fdp.backward(model, penalty, devices=fdp.virtual_devices(count))(X)
+    want = penalty(one, X)
+    want.backward()
+    torch.testing.assert_close(value, want.detach())
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(p.grad, q.grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_parameters_are_parameters():
+    def decayed(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        return mse(model, x, y) + sum(p.square().sum() for p in model.parameters() if getattr(p, "decay", False))
+
+    model: Any = mlp()
+    model[0].weight.decay = True
+    one = copy.deepcopy(model)
+    one[0].weight.decay = True
+    fdp.backward(model, decayed, devices=fdp.virtual_devices(2))(X, Y)
+    decayed(one, X, Y).backward()
+    assert_same_states(states(model), states(one), exact=False)
+
+
+class Late(nn.Module):
+    """Has one buffer that is None at first, and one that forward registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = torch.ones(3) if self.mean is None else 2 * self.mean
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(1))
+        torch.as_tensor(self.count).add_(1)
+        return self.head(x - self.mean) + torch.as_tensor(self.count)
+
+
+@each_count
+def test_buffers_that_come_later(count: int):
+    model = Late()
+    one = copy.deepcopy(model)
+    step = fdp.backward(model, mse, devices=fdp.virtual_devices(count))
+    for _ in range(3):
+        value, want = step(X, Y), mse(one, X, Y)
+        want.backward()
+        torch.testing.assert_close(value, want.detach())
+    assert_same_states(states(model), states(one), exact=False)
+
+
+@pytest.mark.filterwarnings("ignore:Calls of this Sequential:UserWarning")
+def test_buffers_of_a_module_in_place_may_change():
+    model: Any = in_place()
+    step = fdp.backward(model, mse, devices="cpu")
+    step(X, Y)
+    model[0].register_buffer("new", torch.ones(1))
+    step(X, Y)
+    del model[0].new
+    one = seeded(in_place)
+    one.load_state_dict(model.state_dict())
+    model.zero_grad()
+    step(X, Y)
+    mse(one, X, Y).backward()
+    assert_same_states(states(model), states(one), exact=False)
+
+
+def test_names_of_keyword_arguments_are_free():
+    model = mlp()
+    one = copy.deepcopy(model)
+    fdp.backward(model, lambda model, x, params, self: mse(model, x, params), devices="cpu")(X, params=Y, self=Y)
+    mse(one, X, Y).backward()
+    assert_same_states(states(model), states(one), exact=True)

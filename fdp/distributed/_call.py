@@ -20,7 +20,7 @@ from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._agreement import Agreement
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._chain import Chain, Step
+from fdp.distributed._chain import Chain, Link
 from fdp.distributed._described import compared, said_of
 from fdp.distributed._join import PartialResult
 from fdp.distributed._processes import Processes
@@ -128,7 +128,7 @@ class MeshCall(Agreement, PeerCall):
             return super().combine(operation, columns, key, say)
         if self._is_transformed:
             raise RuntimeError(_TRANSFORMED.format(operation.name))
-        return self.chain.combine(Step(self, operation, len(columns[0]), key, say), columns)
+        return self.chain.combine(Link(self, operation, len(columns[0]), key, say), columns)
 
     def everywhere(self, values: list[Any], name: str, same: object = None, say: Say = str) -> list[Any]:
         if self.session is None:

@@ -45,7 +45,7 @@ class Chain:
         """Where a backward has to begin too, if something was exchanged since the beginning."""
         return [self._last()] if self.count > self._begun else []
 
-    def combine(self, step: "Step", columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def combine(self, step: "Link", columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """An exchange: for each leaf, what becomes of it on each slot of this process."""
         before = self._last()
         token, found = step.run(before, [x for xs in columns for x in xs])
@@ -86,7 +86,7 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Link:
     """An exchange of a call, with so many slots of this process. Its gradients have its key, and another `order`."""
 
     call: Agreement
@@ -136,7 +136,7 @@ class Step:
                 seen.add(id(x))
         return found
 
-    def transpose(self) -> "Step":
+    def transpose(self) -> "Link":
         return dataclasses.replace(self, operation=self.operation.transpose(), order=self.order + 1)
 
     def _reached(self, given: Sequence[bool]) -> tuple[bool, list[bool]]:
@@ -153,7 +153,7 @@ class Together(torch.autograd.Function):
     """What all slots of all processes exchange."""
 
     @staticmethod
-    def forward(step: Step, token: Tensor, *tensors: Tensor) -> Any:
+    def forward(step: Link, token: Tensor, *tensors: Tensor) -> Any:
         return token.detach(), *step.results([x.detach() for x in tensors])
 
     @staticmethod

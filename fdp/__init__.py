@@ -18,9 +18,9 @@ from fdp._collectives.api import psum_scatter as psum_scatter
 from fdp._collectives.checkpoint import checkpoint_context as checkpoint_context
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices
+from fdp._placement.leaf_plan import PlannedLeaf as PlannedLeaf
 from fdp._placement.picture import Picture as Picture
 from fdp._placement.plan import Plan as Plan
-from fdp._placement.plan import PlannedLeaf as PlannedLeaf
 from fdp._placement.replicate import replicate as replicate
 from fdp._placement.replicate import unreplicate as unreplicate
 from fdp._placement.replicated import Replicated as Replicated

@@ -5,7 +5,6 @@ All are plain differentiable torch, so autograd and torch.func need nothing spec
 
 import ctypes
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from fdp._trees import torch_private
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
 
-Memo = dict[tuple[int, Any], Any]  # the pieces of a tensor along a dim, and its copies on devices
+Memo = dict[Any, Any]  # the pieces of a tensor along a dim, and its copies on devices
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -43,9 +42,9 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
 
 def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo) -> torch.Tensor:
     """A whole tensor on a device: the copy that is there, if there is one."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # an id would become a guard on this very tensor
         return copy(tensor, device, flat, index)
-    key = (id(tensor), device)
+    key = id(tensor), device
     if key not in memo:
         memo[key] = copy(tensor, device, flat, index)
     return memo[key]
@@ -103,51 +102,18 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def accumulate(held: list[torch.Tensor], index: int, tensor: torch.Tensor) -> None:
-    """Add to a tensor in the list: in place if that saves memory and nobody can see it."""
-    if _may_be_large(held[index], tensor) and is_ours(held, index):
-        held[index].add_(tensor)
-    else:
-        held[index] = add(held[index], tensor)
+def add_to(own: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum, in the memory of the first where that can be; nobody else has that one: it is a sum itself."""
+    if torch.compiler.is_compiling() or torch_private.is_transformed():  # a batched one fits into no other
+        return add(own, tensor)
+    is_graph = own.requires_grad or (tensor.requires_grad and torch.is_grad_enabled())
+    if is_graph or not type(own) is type(tensor) is torch.Tensor or own.dtype is not tensor.dtype:
+        return add(own, tensor)
+    return own.add_(tensor) if own.layout is tensor.layout is torch.strided else add(own, tensor)
 
 
-def _may_be_large(total: torch.Tensor, tensor: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling():  # sizes may be symbols
-        return False
-    is_dense = tensor.layout is total.layout is torch.strided
-    return is_dense and total.nbytes >= LARGE and total.dtype is tensor.dtype and not tensor.requires_grad
-
-
-def is_ours(held: Sequence[Any], index: int = 0) -> bool:
-    """Whether a large tensor is referred to by this list only, and its memory by the tensor only.
-
-    A gradient may be that of another tensor too, or be kept by a hook: such a one must stay as it is.
-    """
-    if torch.compiler.is_compiling() or torch_private.is_transformed():
-        return False
-    tensor = held[index]
-    if type(tensor) is not torch.Tensor or tensor.requires_grad:
-        return False
-    if tensor.is_inference() or tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    if tensor.nbytes < LARGE or storage.nbytes() != tensor.nbytes or not storage.resizable():
-        return False  # what cannot be resized is memory of something else, such as a numpy array
-    is_view = tensor._is_view()
-    del tensor, storage
-    return references(held, index) == _ALONE[is_view]
-
-
-def references(held: Sequence[Any], index: int = 0) -> tuple[int, ...]:
-    """How many refer to a tensor in Python, in C++, the same of its memory, and of the tensor that it is a view of."""
-    tensor, base = held[index], torch_private.base(held[index])
-    memory = sys.getrefcount(tensor.untyped_storage()), torch_private.storage_use_count(tensor)
-    found = sys.getrefcount(tensor), torch_private.use_count(tensor), *memory
-    return found if base is None else (*found, sys.getrefcount(base), torch_private.use_count(base))
-
-
-LARGE = 2**18  # bytes: below, counting who refers to a tensor takes longer than allocating another
-_ALONE = references([torch.empty(1)]), references([torch.empty(1, 2).t()])
+LARGE = 2**18
+"""Bytes: smaller tensors are added up in few calls, larger ones one by one, so that each can be let go."""
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -161,8 +127,8 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
     dtype = tensors[0].dtype
     wide = accumulator(dtype)
-    each = iter(tensors if wide is dtype else (tensor.to(wide) for tensor in tensors))
-    held = [next(each)]
-    for tensor in each:
-        accumulate(held, 0, tensor)
-    return held[0] if wide is dtype else held[0].to(dtype)
+    first, second, *rest = tensors if wide is dtype else [tensor.to(wide) for tensor in tensors]
+    so_far = add(first, second)
+    for tensor in rest:
+        so_far = add_to(so_far, tensor)
+    return so_far if wide is dtype else so_far.to(dtype)

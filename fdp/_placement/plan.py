@@ -1,52 +1,27 @@
 """The plan of a call: all that is decided before it runs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
 from fdp._placement.partition import Partition
 from fdp._placement.slot import Slot
 from fdp._placement.transfers import Collective, Transfer
 from fdp._trees.table import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedLeaf:
-    """One leaf of the arguments or the output of a call.
+class Step(NamedTuple):
+    """A part of a call: a function of the plan and of the state of the call.
 
-    Attributes:
-        path: Where it stands: `"inputs[0]['x']"`.
-        dtype: None if it is no tensor.
-        shape: That of the whole. Of an output, when it is joined; None where it becomes a list, or is no tensor.
-        how: What happens to it: `"split along dim 0"`, `"whole"`, `"concatenated along dim 0"`, `"mean"`, ...
-        rows: Rows on each slot, None if it is not split.
-        nbytes: Bytes on each slot. Slots that share a device share what is whole.
-        copies: How many copies to other devices are made of it.
-        copied: The bytes of these.
+    `text` is what a plan says of it, and `stage` what it is called in traces of torch.profiler, if it is there.
     """
 
-    path: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...] | None
-    how: str
-    rows: tuple[int, ...] | None
-    nbytes: tuple[int, ...]
-    copies: int
-    copied: int
-
-
-class PlannedArgument(NamedTuple):
-    """How an argument is placed: the spec of each leaf, which leaves are not the same for all shards."""
-
-    stage: str
-    specs: list[Any]
-    places: Sequence[int]
-    moves: bool  # whether something is on another device than where it is needed
-    gradients: list[Any] | None
-    """Where all leaves are whole: dtype, device, layout of its gradient if it is dense, and that it has no graph; None
-    for a leaf whose gradients are summed in another dtype."""
+    do: Callable[[Any, Any], None]
+    text: Callable[["Plan"], str]
+    stage: str = ""
 
 
 def places_of(partition: Partition, axis_name: str) -> tuple[Slot, ...]:
@@ -71,10 +46,13 @@ class Plan(Drawn):
         slots: The device of each slot.
         partition: Which slots have a shard, and their rows.
         pieces: The same with each shard cut into microbatches.
-        args: How each argument is placed.
+        specs: The dim that each leaf of the arguments is split along.
+        leaves: What becomes of each of them.
+        moved: Those that are whole, and copied to other devices.
+        cut: Those of which each shard has a part of its own.
         places: The place of each piece, as a shard sees it.
-        has_slots: Whether some argument is on its slots already.
-        moves: Whether something is on another device than where it is needed.
+        steps: What the call does, in order; each says so in a line.
+        gradients: Which of the leaves are differentiated, and how.
         devices: The device of each slot that has a shard.
         sizes: Rows of each of these, None if nothing is split.
         executor: How shards run, and why.
@@ -89,10 +67,13 @@ class Plan(Drawn):
     slots: tuple[torch.device, ...]
     partition: Partition
     pieces: Partition
-    args: tuple[PlannedArgument, ...]
+    specs: list[Any]
+    leaves: tuple[LeafPlan, ...]
+    moved: tuple[LeafPlan, ...]
+    cut: tuple[LeafPlan, ...]
     places: tuple[Slot, ...]
-    has_slots: bool = False
-    moves: bool = False
+    steps: tuple[Step, ...] = ()
+    gradients: Any = None
     executor: str = ""
     arguments: tuple[PlannedLeaf, ...] = ()
     outputs: tuple[PlannedLeaf, ...] | None = None
@@ -116,6 +97,8 @@ class Plan(Drawn):
         parts: list[Any] = [self._slots(), ""]
         if self.executor:
             parts += [Text.assemble(("Runs: ", "bold"), self.executor), ""]
+        if self.steps:
+            parts += [Text.assemble(("Steps: ", "bold"), " · ".join(step.text(self) for step in self.steps)), ""]
         for text in self.differences:
             parts += [Text.assemble(("Differs from one device: ", "bold"), text), ""]
         parts += [_leaves("Arguments", self.arguments), ""]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from fdp._placement.devices import as_device, as_devices
+from fdp._placement.leaves import place
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
-from fdp._placement.place import place
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import flatten_args, plan_args
 from fdp._trees.prefix import named_spec
@@ -53,7 +53,7 @@ def scatter(
     flats = flatten_args([("tree", tree, in_dims, "in_dims")], "scatter")
     slots, plan = plan_args(flats, slots, weights, "scatter", keep_empty=keep_empty)
     with stage("scatter"):
-        shards = place(flats[0], plan, {})
+        shards = place(flats[0], plan)
     dims = named_spec(flats[0].structure, flats[0].specs)
     return Sharded(tuple(shards), plan.devices, plan.sizes, dims, peers=peers)
 

@@ -10,7 +10,7 @@ import dataclasses
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,16 +119,6 @@ def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
             return result
     finally:
         restore()
-
-
-@contextlib.contextmanager
-def outside_slots() -> Iterator[None]:
-    """In no slot: in a backward, which may compute anew what was outside."""
-    token = AXES.set(())
-    try:
-        yield
-    finally:
-        AXES.reset(token)
 
 
 def text_of(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
-from fdp._trees.tree import Flat, array_inside, flatten
+from fdp._trees.tree import Flat, array_inside, flatten, lists_in
 from fdp._trees.types import Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"
@@ -25,6 +25,12 @@ def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole:
     `whole` is what to do, in messages, for what should not be split.
     """
     flats = [flatten(tree, name, dims, choices, where) for name, tree, dims, choices in args]
+    resolve(flats, where, whole)
+    return flats
+
+
+def resolve(flats: Sequence[Flat], where: str, whole: str = _WHOLE) -> None:
+    """Put the dim that each leaf is split along in the place of its spec, None if it is not."""
     problems: list[TypeError | ValueError] = []
     for flat in flats:
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
@@ -36,7 +42,6 @@ def flatten_args(args: Iterable[tuple[str, Tree, Dims, str]], where: str, whole:
                 problems.append(error)
     if problems:
         raise type(problems[0])(f"{where}: {listed(problems, separator='; ')}")
-    return flats
 
 
 def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
@@ -64,6 +69,22 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
         kind, way_out = ("nested", "a padded one") if leaf.is_nested else ("sparse", "it .to_dense()")
         raise TypeError(f"{flat.path(index)} is a {kind} tensor, which is not split. Pass {way_out}, or {whole}")
     return spec
+
+
+def check_lists(flat: Flat, specs: Sequence[Any], rows: int | None, where: str) -> None:
+    """Raise if a list has a value for each row: each slot would get all of them. `specs` are those that were given."""
+    are_values = [spec is not None and type(x) in _VALUES for x, spec in zip(flat.leaves, specs, strict=True)]
+    if not rows or sum(are_values) < rows:
+        return
+    for first, count, path in lists_in(flat):
+        if count == rows and all(are_values[first : first + count]):
+            raise ValueError(
+                f"{where}: {path} is a list of as many values as there are rows, {rows}, and each slot would get all "
+                "of them. Its spec is 'items' if each row has one, or None if it is to be whole"
+            )
+
+
+_VALUES = frozenset({int, float, complex, bool, str, bytes})
 
 
 # ---- one plan for all arguments
@@ -113,11 +134,6 @@ def check_tracing(slots: Sequence[torch.device], where: str) -> None:
             f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
             "the function or the module inside a DataParallel, and map the traced one"
         )
-
-
-def held_slots(flats: Sequence[Flat]) -> list[tuple[str, Slots]]:
-    """All Sharded and Replicated arguments, by their paths."""
-    return [(flat.path(i), leaf) for flat in flats for i, leaf in _slots_in(flat)]
 
 
 def _slots_in(flat: Flat) -> Iterable[tuple[int, Slots]]:
@@ -191,11 +207,15 @@ def _common_rows(
 
         each = listed(odd_first(range(len(rows)), lambda k: rows[k], most=4), say, most=4)
         items = ". A list whose elements are rows is split by the spec 'items'"
-        hint = items if any(flat.structure.type is list for flat, *_ in split) else ""
+        hint = items if any(_has_lists(flat.structure) for flat, *_ in split) else ""
         raise ValueError(
             f"{where}: rows differ: {each}. {whole[0].upper()}{whole[1:]} for what should not be split{hint}"
         )
     return rows[0] if rows else None
+
+
+def _has_lists(structure: Any) -> bool:
+    return structure.type is list or any(map(_has_lists, structure.children()))
 
 
 def rows_of(leaf: Any, spec: Any) -> int:

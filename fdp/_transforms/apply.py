@@ -1,23 +1,39 @@
 """A function run once per slot: `dp_apply` is `gather ∘ run ∘ (replicate, scatter)`."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
-from fdp._execution.executor import Mode, run_all
-from fdp._execution.seeds import Seed, seed_of
+import torch
+
+from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.peers import peers_of
-from fdp._transforms.arguments import IN_ORDER, Arg, Options, check_function, check_order, keyword_args, positional_args
-from fdp._transforms.call import bind, call_shard
-from fdp._transforms.row_seed import with_rows
+from fdp._placement.leaf_plan import PlannedLeaf
+from fdp._placement.peers import Joined, peers_of
+from fdp._placement.plan import Plan, Step
+from fdp._placement.planned_leaves import of_outputs
+from fdp._placement.transfers import Transfer
+from fdp._transforms.arguments import (
+    IN_ORDER,
+    Arg,
+    Options,
+    check_function,
+    check_order,
+    input_args,
+    keyword_args,
+    positional_args,
+)
+from fdp._transforms.call import Call, CallKind, Known, State, run
+from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import MapOptions, Mapped
+from fdp._transforms.steps import begin, end, run_shards, says, shards_text
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Joined: TypeAlias = int | Literal["mean", "sum", "max", "min"] | None
+OfAll: TypeAlias = int | Literal["mean", "sum", "max", "min"] | None
 """A spec that makes one tensor of those of all slots."""
 
 
@@ -85,21 +101,18 @@ def dp_apply(
     held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
     with peers_of(devices, held).begins("dp_apply"):
         drawn = seed_of(seed, randomness, "dp_apply")
-        options = Options("dp_apply", devices, output_device, weights, executor, drawn, axis_name)
         check_function(fn, "dp_apply")
-        if type(inputs) is tuple:
-            args = positional_args(inputs, in_dims, "inputs", "dp_apply")
-        else:
-            args = [Arg("inputs", inputs, in_dims)]
+        args = [Arg("params", params, None), *input_args(inputs, in_dims, "dp_apply")]
         named = keyword_args({} if kwargs is None else kwargs, kwarg_dims, "dp_apply")
-        return _map_shards(fn, [Arg("params", params, None), *args], named, out_dims, options)
+        options = Options("dp_apply", devices, weights, executor, drawn, axis_name)
+        return run(Call(fn, [*args, *named.values()], tuple(named), options, joining(fn, out_dims, output_device)))
 
 
 @overload
 def shard_map(
     fn: Callable[P, T],
     *,
-    out_dims: Joined | Auto = AUTO,
+    out_dims: OfAll | Auto = AUTO,
     **options: Unpack[MapOptions],
 ) -> Mapped[P, T]: ...
 @overload
@@ -144,39 +157,51 @@ def shard_map(
     """
     check_function(fn, "shard_map")
     drawn = seed_of(seed, randomness, "shard_map")
-    options = Options("shard_map", devices, output_device, weights, executor, drawn, axis_name)
+    options = Options("shard_map", devices, weights, executor, drawn, axis_name)
 
     @api_boundary()
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
         with peers_of(devices, (*args, *kwargs.values())).begins("shard_map"):
             positional = positional_args(args, in_dims, "args", "shard_map")
-            return _map_shards(fn, positional, keyword_args(kwargs, kwarg_dims, "shard_map"), out_dims, options)
+            named = keyword_args(kwargs, kwarg_dims, "shard_map")
+            kind = joining(fn, out_dims, output_device, "shard_map")
+            return run(Call(fn, [*positional, *named.values()], tuple(named), options, kind))
 
     return mapped
 
 
-def _map_shards(
-    fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Arg], out_dims: Dims | Auto, options: Options
-) -> Tree:
-    """Bind, plan, place, run, join."""
-    where = options.where
+@dataclasses.dataclass(frozen=True)
+class Joining(CallKind):
+    """A call whose outputs are joined."""
+
+    out_dims: Dims
+    target: torch.device | None
+
+    def steps(self, known: Known) -> tuple[Sequence[Step], None]:
+        run = Step(by_rows(known, run_shards), lambda plan: f"run {shards_text(plan)}")
+        return [*begin(known), run, *end(known), Step(join_outputs, says("join outputs"))], None
+
+    def outputs(
+        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+    ) -> Iterator[PlannedLeaf]:
+        return of_outputs(results, joined, self.out_dims, copies)
+
+    def on_one(self) -> "Joining":
+        return Joining("list", None)
+
+
+def joining(fn: Function, out_dims: Dims | Auto, target: DeviceLike | None, where: str = "dp_apply") -> Joining:
+    """How the outputs of a function are joined."""
     dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
-    target = None if options.output_device is None else as_device(options.output_device, where)
-    call = bind(fn, args, kwargs, options)
+    return Joining(dims, None if target is None else as_device(target, where))
 
-    def run(seed: Seed | None) -> Callable[[], Tree]:
-        shards, check = call.place()
-        tasks = [functools.partial(call_shard, fn, shard) for shard in shards]
-        outputs = run_all(tasks, call.places(), Mode(options.executor, seed, call.peers))
-        check.check(where)
-        return call.peers.join(call.joined(outputs, dims), target or call.device, where)
 
-    def again(trees: Sequence[Tree], seed: Seed) -> object:
-        on_one = options._replace(devices=call.device, weights=None, executor="sequential", seed=seed)
-        named = [arg._replace(tree=tree) for arg, tree in zip([*args, *kwargs.values()], trees, strict=True)]
-        return _map_shards(fn, named[: len(args)], dict(zip(kwargs, named[len(args) :], strict=True)), "list", on_one)
-
-    with call.peers.part():
-        out = with_rows(options.seed, functools.partial(call.row_call, fn, options, again), run)
-    return out()
+def join_outputs(plan: Plan, state: State) -> None:
+    """What the shards have returned, weighted by their rows."""
+    sizes, outputs, peers = state.partition.sizes, state.outputs, state.peers
+    if sizes is None:
+        joined = Joined(outputs, state.kind.out_dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
+    else:
+        joined = Joined(outputs, state.kind.out_dims, sizes, lambda: peers.rows(sum(sizes)), "out")
+    state.finish = peers.join(joined, state.kind.target or state.device, state.where)

@@ -10,7 +10,7 @@ import torch
 from fdp._execution.seeds import Seed
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
-from fdp._trees.types import DeviceLike, Devices, Dims, Executor, Function, Tree
+from fdp._trees.types import Devices, Dims, Executor, Function, Tree
 
 
 class Options(NamedTuple):
@@ -18,12 +18,10 @@ class Options(NamedTuple):
 
     where: str
     devices: Devices
-    output_device: DeviceLike | None
     weights: Sequence[float] | None
     executor: Executor
     seed: Seed | None
     axis_name: str
-    same: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Arg(NamedTuple):
@@ -33,6 +31,13 @@ class Arg(NamedTuple):
     tree: Tree
     dims: Dims
     choices: str = "in_dims"
+
+
+def input_args(inputs: Tree, in_dims: Dims, where: str) -> list[Arg]:
+    """The inputs of `dp_apply`: several if they are a tuple."""
+    if type(inputs) is tuple:
+        return positional_args(inputs, in_dims, "inputs", where)
+    return [Arg("inputs", inputs, in_dims)]
 
 
 def positional_args(args: tuple[Tree, ...], in_dims: Dims, name: str, where: str) -> list[Arg]:
@@ -64,8 +69,9 @@ def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str
     return {k: Arg(f"kwargs[{k!r}]", value, each.get(k, 0), "kwarg_dims") for k, value in kwargs.items()}
 
 
-def check_several(fn: Function, args: Sequence[Arg], kwargs: Mapping[str, Any], where: str) -> None:
+def check_several(fn: Function, args: Sequence[Arg], keywords: Sequence[str], where: str) -> None:
     """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
+    args, kwargs = args[: len(args) - len(keywords)], dict.fromkeys(keywords)
     held = [(i, _elements(arg.tree)) for i, arg in enumerate(args)]
     several = [(i, elements) for i, elements in held if elements is not None and len(elements) != 1]
     if not several or torch.compiler.is_compiling() or _plainly_binds(fn, len(args), kwargs):

@@ -1,173 +1,255 @@
-"""A call that is mapped over slots, in steps: `bind` its arguments, `plan` them, `place` them, run, join.
+"""A call over slots: bound to its arguments, planned, and carried out step by step.
 
-A plan is decided from the signature of a call and kept with it: the structures of the arguments, what is known of each
-leaf without its values, specs and options. What depends on more is planned anew each time, by the same code.
+`bind` looks at everything once: the leaves of the arguments, the options, and what is around the call. That is the
+signature, and the plan depends on nothing else. The steps of the plan then work on lists of leaves.
 """
 
+import abc
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fdp._execution.executor import check_executor
-from fdp._execution.seeds import Seed, seed_options
-from fdp._placement.moves import Memo
+from fdp._execution.seeds import seed_options
+from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
+from fdp._placement.leaves import leaf_plans
 from fdp._placement.partition import Partition, microbatched
-from fdp._placement.peers import ALONE_IN_CALL, Joined, PeerCall
-from fdp._placement.place import place, planned
-from fdp._placement.plan import Plan, places_of
-from fdp._placement.sharded import Sharded, Slots, leaf_tensors, summary
+from fdp._placement.peers import ALONE, PeerCall, Peers
+from fdp._placement.plan import Plan, Step, places_of
+from fdp._placement.sharded import Sharded, summary
 from fdp._placement.slot import Slot
-from fdp._placement.split_dims import common_peers, flatten_args, held_slots, plan_args
+from fdp._placement.split_dims import check_lists, common_peers, plan_args, resolve
+from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import Arg, Options, check_several
-from fdp._transforms.plans import find, keep, signature_of
-from fdp._transforms.purity import MutationCheck
-from fdp._transforms.row_seed import RowCall
+from fdp._transforms.around import Around, look_around
+from fdp._transforms.plans import find, held_in, keep, kinds_of, signature_of
 from fdp._trees.listing import note_lists
-from fdp._trees.profiling import stage
-from fdp._trees.registry import TreeTypeError, TreeValueError, flattened, is_plain, is_plain_structure
-from fdp._trees.tree import PLAIN_CONTAINERS, Flat
-from fdp._trees.types import Dims, Function, Tree
+from fdp._trees.profiling import is_profiling, stage
+from fdp._trees.registry import is_plain, is_plain_structure
+from fdp._trees.tree import Flat, flatten_all, flattened_all
+from fdp._trees.types import Function, Tree
+
+Begun: TypeAlias = tuple[PeerCall, Partition]
 
 
-class Shard(NamedTuple):
-    """What the function is called with on one slot."""
+class CallKind(abc.ABC):
+    """What kind of call it is.
 
-    args: tuple[Tree, ...]
-    kwargs: dict[str, Tree]
+    Attributes:
+        key: Its own options: those that its plan depends on.
+        microbatches: How many pieces each shard is run in.
+        may_repeat: A call may be made once more, if it has failed.
+    """
+
+    key: Hashable = None
+    microbatches: int = 1
+    may_repeat: ClassVar[bool] = True
+
+    def shares(self, flat: Flat, options: Options) -> tuple[tuple[torch.device, ...], Partition]:
+        """The device of every slot, and the rows of each."""
+        return plan_args([flat], options.devices, options.weights, options.where)
+
+    @abc.abstractmethod
+    def steps(self, known: "Known") -> tuple[Sequence[Step], Any]:
+        """What the call does, and what its plan holds for that."""
+
+    def begin(self, peers: Peers, plan: Plan, flats: Sequence[Flat], where: str, same: dict[str, Any]) -> Begun:
+        """Agree on a call with other processes: what has to be the `same` in all, and which shards this one has."""
+        return peers.begin(where, plan, flats, same)
+
+    @abc.abstractmethod
+    def on_one(self) -> "CallKind":
+        """The same on one slot; what comes out is not needed."""
+
+    def dry(self) -> "CallKind":
+        """The same where tensors have no data."""
+        return self
+
+    def outputs(
+        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+    ) -> Iterator[PlannedLeaf]:
+        """What `explain` says of what comes out: the results of the shards, joined, and the copies that are made."""
+        raise NotImplementedError
 
 
-PLAIN_CONTAINERS.add(Shard)
+class Call(NamedTuple):
+    """A call as it was made: the positional arguments, then those by name."""
+
+    fn: Function
+    args: Sequence[Arg]
+    keywords: tuple[str, ...]
+    options: Options
+    kind: CallKind
+
+    @property
+    def n_args(self) -> int:
+        return len(self.args) - len(self.keywords)
 
 
-def call_shard(fn: Function, shard: Shard) -> Any:
-    """Call a function with a shard."""
+class Known(NamedTuple):
+    """What steps are chosen from."""
+
+    call: Call
+    flat: Flat
+    pieces: Partition
+    leaves: tuple[LeafPlan, ...]
+    around: Around
+    peers: Peers
+
+
+class State:
+    """What a call has come to. Its steps read and change it.
+
+    Attributes:
+        values: The leaves of the arguments, as they were given.
+        given: All tensors in them.
+        partition: The shards of this process.
+        peers: What other processes do in the call; `flats` are the arguments as they know them.
+        columns: The leaves of each shard.
+        seed: What the shards draw from.
+        watched: The tensors that the function can write to, with their `versions`.
+        outputs: What each shard has returned.
+        counts: What each shard counts in a loss.
+        gradients: The sum of those of all shards so far; `aliases` are what their graph leads to.
+        finish: Makes the result.
+    """
+
+    watched: Sequence[Tensor] = ()
+    versions: Sequence[int] = ()
+    counts: Any = None
+    gradients: Any = None
+    aliases: Any = ()
+    is_used = False
+
+    def __init__(self, call: Call, plan: Plan, flat: Flat, given: Sequence[Tensor], peers: Peers) -> None:
+        options = call.options
+        self.call, self.fn, self.where = call, call.fn, options.where
+        self.kind: Any = call.kind
+        self.flat, self.values, self.given, self.seed = flat, flat.leaves, given, options.seed
+        same = {"axis_name": options.axis_name, **seed_options(options.seed), "splits": plan.sizes is not None}
+        self.peers: PeerCall
+        self.of, self.flats = peers, [] if peers is ALONE else flat.each()
+        self.peers, own = call.kind.begin(peers, plan, self.flats, options.where, same)
+        self.partition = own
+        self.pieces = plan.pieces if own is plan.partition else microbatched(own, call.kind.microbatches)
+        self.places: Sequence[Slot] = self.peers.places(plan.places)
+        self.columns = [flat.leaves.copy() for _ in self.pieces.slots]
+        self.memo: dict[Any, Any] = {}
+        self.device = own.devices[0] if own.devices else plan.slots[0]
+        self.outputs: list[Any] = []
+        self.finish: Callable[[], Any] = tuple
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+        """What the function is called with: trees of these leaves."""
+        trees: Any = self.flat.structure.unflatten(leaves)
+        keywords = self.call.keywords
+        if not keywords:
+            return trees, {}
+        n = len(trees) - len(keywords)
+        return trees[:n], dict(zip(keywords, trees[n:], strict=True))
+
+    def run_shard(self, leaves: Sequence[Any]) -> Any:
+        return call_shard(self.fn, *self.arguments(leaves))
+
+
+def call_shard(fn: Function, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Any:
+    """Call a function with the arguments of a shard."""
     try:
-        return fn(*shard.args, **shard.kwargs)
+        return fn(*args, **kwargs)
     except (TypeError, AttributeError) as error:
-        note_lists(error, shard.args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
-        if "devices" in shard.kwargs and "unexpected keyword argument 'devices'" in str(error):
+        note_lists(error, args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
+        if "devices" in kwargs and "unexpected keyword argument 'devices'" in str(error):
             error.add_note("devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)")
         raise
     except RuntimeError as error:  # of shapes, perhaps: of arguments in another order, of a part that should be whole
         if not getattr(error, "__notes__", ()):
             with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
-                error.add_note(f"the function was called with {summary((*shard.args, *shard.kwargs.values()))}")
+                error.add_note(f"the function was called with {summary((*args, *kwargs.values()))}")
         raise
 
 
-class Call(NamedTuple):
-    """A call that is bound and planned; this process runs the shards of `partition`."""
-
-    flats: list[Flat]
-    plan: Plan
-    partition: Partition
-    peers: PeerCall
-    n_args: int
-    keywords: tuple[str, ...]
-
-    @property
-    def device(self) -> torch.device:
-        """Where results go: the first slot that has a shard."""
-        return self.partition.devices[0] if self.partition.devices else self.plan.slots[0]
-
-    def places(self) -> Sequence[Slot]:
-        """The place of every shard of this process."""
-        return self.peers.places(self.plan.places)
-
-    def joined(self, outputs: Sequence[Tree], dims: Dims) -> Joined:
-        """What the shards have returned, weighted by their rows."""
-        sizes = self.partition.sizes
-        if sizes is None:
-            return Joined(outputs, dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
-        return Joined(outputs, dims, sizes, functools.partial(self.peers.rows, sum(sizes)), "out")
-
-    def row_call(self, fn: Function, options: Options, again: Callable[[Sequence[Tree], Seed], object]) -> RowCall:
-        """What its draws depend on. `again` makes it with other arguments, on one device."""
-        sizes = self.partition.sizes
-        if sizes is None and len(self.partition.slots) > 1:
-            raise ValueError(
-                f"{options.where}: randomness='rows' needs to know which rows each slot has. Split the batch with "
-                "fdp.scatter, or pass it whole"
-            )
-        rows = None if sizes is None else int(self.peers.rows(sum(sizes)))
-        same = [(name, value) for name, value in options.same.items() if name != "function"]  # by which it is kept
-        key = options.where, self.n_args, self.keywords, *same
-        return RowCall(options.where, fn, self.flats, rows, key, again, repeats=not self.peers.has_others())
-
-    def place(self) -> tuple[list[Shard], MutationCheck]:
-        """The arguments on each slot, and what sees that nobody writes to them."""
-        self.peers.enter()
-        if self.peers is not ALONE_IN_CALL:
-            self.peers.begins_with([x for flat in self.flats for leaf in flat.leaves for x in leaf_tensors(leaf)])
-        memo: Memo = {}
-        columns = []
-        for flat, arg in zip(self.flats, self.plan.args, strict=True):
-            with stage(arg.stage):
-                columns.append(place(flat, self.partition, memo, how=arg))
-        n, keywords = self.n_args, self.keywords
-        shards = [
-            Shard(values[:n], dict(zip(keywords, values[n:], strict=True)) if keywords else {})
-            for values in zip(*columns, strict=True)
-        ]
-        return shards, MutationCheck.over(self.flats, memo, has_copies=self.plan.moves)
+def run(call: Call) -> Any:
+    """Bind, plan, and take the steps of the plan."""
+    plan, state = bind(call)
+    return carry_out(plan, state)
 
 
-def bind(
-    fn: Function,
-    args: Sequence[Arg],
-    kwargs: Mapping[str, Arg],
-    options: Options,
-    microbatches: int = 1,
-) -> Call:
-    """Bind arguments and find their plan."""
-    where = options.where
-    check_executor(options.executor, where)
-    named = [*args, *kwargs.values()] if kwargs else args
+def carry_out(plan: Plan, state: State) -> Any:
+    """Take the steps of a plan."""
+    with state.peers.part():
+        for do, _, name in plan.steps:
+            if name and is_profiling():
+                with stage(name):
+                    do(plan, state)
+            else:
+                do(plan, state)
+    return state.finish()
+
+
+def bind(call: Call) -> tuple[Plan, State]:
+    """Look at the arguments and at what is around the call, and find its plan, or make it."""
+    options = call.options
+    check_executor(options.executor, options.where)
+    trees, names = tuple([arg.tree for arg in call.args]), tuple([arg.name for arg in call.args])
     try:
-        trees = [flattened(arg.tree, arg.name) for arg in named]
-        signature = signature_of(fn, named, trees, len(args), options, microbatches)
-        plan = find(fn, signature)
-    except (TreeTypeError, TreeValueError):  # flatten_args says where
-        trees, signature, plan = [], None, None
+        leaves, structure = flattened_all(trees, names, options.where)
+    except (TypeError, ValueError):
+        check_several(call.fn, call.args, call.keywords, options.where)
+        raise
+    kinds, given, held = kinds_of(leaves)
+    around = look_around(given)
+    flat = Flat(names, leaves, [], structure, [])
+    peers = common_peers([(flat.path(i), leaf) for i, leaf in held], options.devices, options.where)
+    signature = signature_of(call, structure, kinds, around, peers is not ALONE, bool(held))
+    plan = find(call.fn, signature)
     if plan is None:
-        check_several(fn, args, kwargs, where)
-        flats = flatten_args(named, where)
+        flat = flat_of(call)
+        plan = decide(call, flat, around, peers)
+        plan = keep(call.fn, None if _has_values(flat) else signature, plan)
     else:
-        columns = zip(named, trees, plan.args, strict=True)
-        flats = [Flat(arg.name, leaves, a.specs, structure, []) for arg, (leaves, structure), a in columns]
-    peers = common_peers(held_slots(flats) if plan is None or plan.has_slots else (), options.devices, where)
-    if plan is None:
-        plan = keep(fn, None if _has_values(flats) else signature, decide(flats, options, microbatches))
-    same = {
-        "axis_name": options.axis_name,
-        **seed_options(options.seed),
-        "splits": plan.sizes is not None,
-        **options.same,
-    }
-    call, own = peers.begin(where, plan, flats, same)
-    pieces = plan.pieces if own is plan.partition else microbatched(own, microbatches)
-    return Call(flats, plan, pieces, call, len(args), tuple(kwargs))
+        flat = flat._replace(specs=plan.specs)
+    return plan, State(call, plan, flat, given, peers)
 
 
-def decide(flats: Sequence[Flat], options: Options, microbatches: int = 1) -> Plan:
+def flat_of(call: Call) -> Flat:
+    """The leaves of the arguments, each with its spec."""
+    check_several(call.fn, call.args, call.keywords, call.options.where)
+    names, trees = tuple([arg.name for arg in call.args]), tuple([arg.tree for arg in call.args])
+    dims, choices = [arg.dims for arg in call.args], [arg.choices for arg in call.args]
+    return flatten_all(trees, names, dims, choices, call.options.where)
+
+
+def made_of(call: Call, flat: Flat) -> tuple[Plan, State]:
+    """The plan and the state of a call with these leaves, in this process alone."""
+    given = held_in(flat.leaves)[0]
+    plan = decide(call, flat, look_around(given), ALONE)
+    return plan, State(call, plan, flat, given, ALONE)
+
+
+def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:
     """Decide how a call is carried out; nothing here depends on values, unless the specs do."""
-    slots, partition = plan_args(flats, options.devices, options.weights, options.where)
-    pieces = microbatched(partition, microbatches)
-    args = tuple(planned(flat, pieces) for flat in flats)
-    has_slots = any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves)
-    moves = any(arg.moves for arg in args)
-    return Plan(slots, partition, pieces, args, places_of(pieces, options.axis_name), has_slots, moves)
+    options, specs = call.options, list(flat.specs)
+    resolve([flat], options.where)
+    slots, partition = call.kind.shares(flat, options)
+    if len(partition.slots) > 1 and partition.sizes is not None:
+        check_lists(flat, specs, sum(partition.sizes), options.where)
+    pieces = microbatched(partition, call.kind.microbatches)
+    leaves = leaf_plans(flat, pieces)
+    steps, gradients = call.kind.steps(Known(call, flat, pieces, leaves, around, peers))
+    places = places_of(pieces, options.axis_name)
+    moved = tuple([leaf for leaf in leaves if leaf.moves and not leaf.is_cut])
+    cut = tuple([leaf for leaf in leaves if leaf.is_cut])
+    return Plan(slots, partition, pieces, flat.specs, leaves, moved, cut, places, tuple(steps), gradients)
 
 
-def _has_values(flats: Sequence[Flat]) -> bool:
+def _has_values(flat: Flat) -> bool:
     """Whether a plan may depend on values, or would keep them alive: leaves that were looked into, odd keys."""
-    if not all(is_plain_structure(flat.structure) for flat in flats):
+    if not is_plain_structure(flat.structure):
         return True
     return any(
         spec == "items" or not is_plain(leaf) or (isinstance(leaf, Sharded) and leaf.sizes is None and spec is not None)
-        for flat in flats
         for leaf, spec in zip(flat.leaves, flat.specs, strict=True)
     )

@@ -3,27 +3,36 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fdp._execution.executor import Mode
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.moves import promoted
-from fdp._placement.peers import Joined, peers_of
-from fdp._placement.sharded import leaf_tensors
-from fdp._placement.slot import AXES
-from fdp._transforms.accumulate import Gradients, Unused, check_differentiable
+from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
+from fdp._placement.peers import Peers, peers_of
+from fdp._placement.plan import Plan, Step
+from fdp._placement.planned_leaves import of_gradients, of_outputs
+from fdp._placement.transfers import Transfer
+from fdp._transforms.accumulate import Unused, usual
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
 from fdp._transforms.aux_dims import dims_of
-from fdp._transforms.call import Call, bind
-from fdp._transforms.counts import Counts, weights_of
-from fdp._transforms.row_seed import with_rows
-from fdp._transforms.shard_grad import Out, Problem, ShardResult, is_tracking
-from fdp._transforms.shards import ShardGradients
-from fdp._trees.tracebacks import api_boundary, inside_boundary, warn
+from fdp._transforms.call import Begun, Call, CallKind, Known, run
+from fdp._transforms.counts import ask_count, count_rows, each_is_one
+from fdp._transforms.row_seed import by_rows
+from fdp._transforms.shards import (
+    GradientPlan,
+    differentiate_by_autograd,
+    differentiate_by_func,
+    join_losses,
+    warn_of_unused,
+)
+from fdp._transforms.steps import begin, end, says, shards_text
+from fdp._trees.listing import listed
+from fdp._trees.table import count_text
+from fdp._trees.tracebacks import api_boundary, inside_boundary
 from fdp._trees.tree import Flat
 from fdp._trees.types import (
     AUTO,
@@ -41,7 +50,7 @@ from fdp._trees.types import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Differentiation:
+class Differentiation(CallKind):
     """The arguments of `value_and_grad`, checked when built."""
 
     where: str
@@ -66,6 +75,8 @@ class Differentiation:
     axis_name: str = "data"
     unused: Unused = "zeros"
     options: Options = dataclasses.field(init=False, repr=False)
+    target: torch.device | None = dataclasses.field(init=False, repr=False)
+    key: Hashable = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_function(self.fn, self.where)
@@ -89,11 +100,15 @@ class Differentiation:
         if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
             hint = ". Devices are given by name: devices=..." if any(map(_is_device, numbers)) else ""
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}{hint}")
-        counts = self.count is not None
-        same = {"argnums": self.argnums, "reduction": self.reduction, "counts": counts, "function": self.fn}
-        same |= {"aux_weight": self.aux_weight, "reduce_dtype": self.reduce_dtype}
-        how = self.weights, self.executor, seed_of(self.seed, self.randomness, self.where), self.axis_name
-        object.__setattr__(self, "options", Options(self.where, self.devices, self.output_device, *how, same))
+        where = self.where
+        target = None if self.output_device is None else as_device(self.output_device, where)
+        object.__setattr__(self, "target", target)
+        seed = seed_of(self.seed, self.randomness, where)
+        object.__setattr__(
+            self, "options", Options(where, self.devices, self.weights, self.executor, seed, self.axis_name)
+        )
+        own = self.argnums, self.has_aux, self.reduction, self.count is not None, self.aux_weight, self.create_graph
+        object.__setattr__(self, "key", (*own, self.microbatches, self.reduce_dtype, self.unused, target))
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
         @api_boundary()
@@ -112,85 +127,78 @@ class Differentiation:
         positions = self.positions(n_args)
         return tuple([None if i in positions else 0 for i in range(n_args)])
 
-    def compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
+    def compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[Tensor, Tree, Any]:
         """The value, aux and gradients."""
         with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
-            return self._compute_here(args, kwargs)
+            value, aux, grads = run(self.call(args, kwargs))
+        return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
-    def _compute_here(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[torch.Tensor, Tree, Any]:
-        where = self.where
-        positions = self.positions(len(args))
-        target = None if self.output_device is None else as_device(self.output_device, where)
-        call = bind(
-            self.fn,
-            positional_args(args, self.in_dims_of(len(args)), "args", where),
-            keyword_args(kwargs, self.kwarg_dims, where),
-            self.options,
-            self.microbatches,
+    def call(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Call:
+        """A call with these arguments."""
+        positional = positional_args(args, self.in_dims_of(len(args)), "args", self.where)
+        named = keyword_args(kwargs, self.kwarg_dims, self.where)
+        return Call(self.fn, [*positional, *named.values()], tuple(named), self.options, self)
+
+    def begin(self, peers: Peers, plan: Plan, flats: Sequence[Flat], where: str, same: dict[str, Any]) -> Begun:
+        same |= {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        same |= {"aux_weight": self.aux_weight, "reduce_dtype": self.reduce_dtype}
+        return super().begin(peers, plan, flats, where, same)
+
+    def steps(self, known: Known) -> tuple[Sequence[Step], GradientPlan]:
+        around, where = known.around, self.where
+        if self.create_graph and not around.is_tracking:
+            raise ValueError(f"{where}: create_graph=True needs grad mode, which is off here")
+        own = self._gradients(known)
+        counting = each_is_one if self.reduction == "sum" else count_rows if self.count is None else ask_count
+        weigh = Step(counting, says("weigh shards " + ("by count" if self.count else f"for the {self.reduction}")))
+        how = differentiate_by_func if own.needs_func else differentiate_by_autograd
+        steps = [*begin(known), weigh, Step(by_rows(known, how), _differentiated), *end(known)]
+        if self.create_graph is None and not around.is_compiling and not around.is_nested:
+            steps.append(Step(warn_of_unused, says("look for a loss that uses nothing")))
+        return [*steps, Step(join_losses, says(f"{self.reduction} of loss"))], own
+
+    def _gradients(self, known: Known) -> GradientPlan:
+        """Which leaves are differentiated, the arguments in the order of `argnums`."""
+        children, first = known.flat.structure.children(), 0
+        ranges: list[range] = []
+        for child in children:
+            ranges.append(range(first, first + child.num_leaves))
+            first += child.num_leaves
+        positions = self.positions(known.call.n_args)
+        at = tuple([i for p in positions for i in ranges[p]])
+        leaves, values = tuple([known.leaves[i] for i in at]), [known.flat.leaves[i] for i in at]
+        check_differentiable(leaves, values, self.where)
+        are_tensors = all(isinstance(value, Tensor) for value in values)
+        around, is_plain = known.around, {Tensor, torch.nn.Parameter}.issuperset(map(type, values))
+        all_usual = None
+        if is_plain and all(leaf.dim is None for leaf in leaves) and not (around.is_compiling or around.is_transformed):
+            all_usual = [usual(value, self.target) for value in values]
+        is_attached = around.needs_grad and around.is_tracking and self.create_graph is not False
+        structures = tuple([children[p] for p in positions])
+        return GradientPlan(leaves, at, structures, are_tensors, all_usual, around.needs_func, is_attached)
+
+    def dry(self) -> "Differentiation":
+        if self.count is None:
+            return self
+        return dataclasses.replace(self, count=lambda *args, **kwargs: 1)  # it is a value, and says nothing of copies
+
+    def outputs(
+        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+    ) -> Iterator[PlannedLeaf]:
+        value, aux, _ = joined
+        losses = [result[0] for result in results] if self.has_aux else results
+        yield from _by(self.count is not None, of_outputs(losses, value, self.reduction, copies, "loss"))
+        if self.has_aux:
+            auxes = [result[1] for result in results]
+            leaves = of_outputs(auxes, aux, dims_of(auxes[0], self.aux_dims, self.where), copies, "aux")
+            yield from _by(self.aux_weight == "count", leaves)
+        own = plan.gradients
+        yield from of_gradients(own.leaves, [values[i] for i in own.at], plan.partition, copies)
+
+    def on_one(self) -> "Differentiation":
+        return dataclasses.replace(
+            self, devices=None, weights=None, microbatches=1, aux_dims="list", output_device=None
         )
-
-        def again(trees: Sequence[Tree], seed: Seed) -> object:
-            one = {"devices": call.device, "weights": None, "microbatches": 1, "executor": "sequential", "seed": seed}
-            same = dataclasses.replace(self, **one, aux_dims="list", output_device=None)
-            return same.compute(tuple(trees[: len(args)]), dict(zip(kwargs, trees[len(args) :], strict=True)))
-
-        with call.peers.part():
-            row_call = functools.partial(call.row_call, self.fn, self.options, again)
-            found, gradients = with_rows(
-                self.options.seed, row_call, functools.partial(self._step, call, positions, target)
-            )
-        value, rest = found()
-        grads = gradients.finish()
-        return value, rest, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
-
-    def _step(
-        self, call: Call, positions: tuple[int, ...], target: torch.device | None, seed: Seed | None
-    ) -> tuple[Callable[[], tuple[torch.Tensor, Tree]], Gradients]:
-        """Place, run, sum."""
-        outs: list[Any] = [None] * len(call.partition.slots)
-        aliases: list[torch.Tensor] = []
-        own = [call.flats[i] for i in positions], [call.plan.args[i] for i in positions], call.partition
-        gradients = Gradients(*own, target, self.reduce_dtype, self.unused)
-        shards, check = call.place()
-        check_differentiable(*own, self.where)
-
-        is_unused = [True] * len(outs)
-
-        def take(i: int, result: ShardResult) -> None:
-            outs[i] = result.out
-            is_unused[i] = is_unused[i] and all(grad is None for grads in result.grads for grad in grads)
-            aliases.extend(result.aliases)
-            gradients.add(i, result.grads, [shards[i].args[p] for p in positions])
-
-        problem = Problem(self.where, self.fn, positions, self.has_aux)
-        if self.create_graph and not is_tracking():
-            raise ValueError(f"{self.where}: create_graph=True needs grad mode, which is off here")
-        weights = weights_of(problem, call, shards, self.reduction, self.count)
-        shares = [functools.partial(weights.share, i) for i in range(len(shards))]
-        mode = Mode(self.executor, seed, call.peers)
-        ShardGradients(problem, call.partition, shards, shares, call.places(), mode, self.create_graph).run(
-            check.given, take
-        )
-        check.check(self.where)
-        if self.create_graph is None and aliases and all(is_unused) and any(out.loss.requires_grad for out in outs):
-            _say_unused([flat for i, flat in enumerate(call.flats) if i not in positions], self.where)
-        loss, aux = self._joined(outs, call, weights)
-        return call.peers.reduce(loss, aux, gradients, aliases, target or call.device, self.where), gradients
-
-    def _joined(self, outs: Sequence[Out], call: Call, weights: Counts) -> tuple[Joined, Joined | None]:
-        """How the losses become one, and what else the shards have returned."""
-        sizes = call.partition.sizes
-        losses = promoted([out.loss for out in outs]) if outs else []
-        loss = Joined(losses, self.reduction, weights.own, weights.whole, "loss")
-        if not self.has_aux:
-            return loss, None
-        rows, whole, hint = sizes, lambda: call.peers.rows(sum(sizes or ())), ""
-        if self.aux_weight == "count" or (self.count is None and self.reduction == "mean"):
-            rows, whole = weights.own, weights.whole
-        if rows is None:
-            hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
-        dims = dims_of(outs[0].aux if outs else None, self.aux_dims, self.where)
-        return loss, Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
 
     def positions(self, n_args: int) -> tuple[int, ...]:
         """Which of so many positional arguments it is differentiated in."""
@@ -205,19 +213,28 @@ class Differentiation:
         return positions
 
 
-def _say_unused(others: Sequence[Flat], where: str) -> None:
-    """Say that a loss leads to nothing that it is differentiated in, unless it leads to other arguments."""
-    if torch.compiler.is_compiling() or AXES.get():  # inside another call gradients may be those of other slots
-        return
-    if not any(tensor.requires_grad for flat in others for leaf in flat.leaves for tensor in leaf_tensors(leaf)):
-        warn(_UNUSED.format(where))
+def check_differentiable(leaves: Sequence[LeafPlan], values: Sequence[Any], where: str) -> None:
+    """All leaves of the differentiated arguments are tensors that can carry a gradient."""
+    wrong = [text for leaf, value in zip(leaves, values, strict=True) for text in leaf.wrong(value, where)]
+    if wrong:
+        raise TypeError(
+            f"{where}: only floating-point and complex tensors can be differentiated in, not {listed(wrong)}. Pass "
+            "the others, such as a module's buffers, in an argument that argnums does not name"
+        )
 
 
-_UNUSED = (
-    "{}: all gradients are 0. The loss depends on no tensor that it is differentiated in, and on some that require "
-    "gradients and are no arguments. With apply, (params, buffers) = fdp.functional(module), a loss of (params, x) "
-    "calls apply((params, buffers), x), and not module(x)"
-)
+def _differentiated(plan: Plan) -> str:
+    how = "torch.func" if plan.gradients.needs_func else "autograd"
+    leaves = count_text(len(plan.gradients.leaves), "leaf", "leaves")
+    return f"run {shards_text(plan)}, gradients in {leaves} by {how}, summed as they come"
+
+
+def _by(count: bool, leaves: Iterable[PlannedLeaf]) -> Iterator[PlannedLeaf]:
+    """Leaves with what their means are weighted by."""
+    for leaf in leaves:
+        yield dataclasses.replace(leaf, how="mean by count") if count and leaf.how == "mean by rows" else leaf
+
+
 _SETTINGS = "_fdp_settings"
 
 

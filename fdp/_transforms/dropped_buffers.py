@@ -1,8 +1,7 @@
 """New buffers that `apply` returned while a loss ran, and that its result does not have: said once a module."""
 
-import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,24 +22,14 @@ class Returned(NamedTuple):
     buffers: Mapping[str, torch.Tensor]
 
 
-_RETURNED: contextvars.ContextVar[list[Returned] | None] = contextvars.ContextVar("fdp_returned", default=None)
+RETURNED: contextvars.ContextVar[list[Returned] | None] = contextvars.ContextVar("fdp_returned", default=None)
+"""Where a loss notes them that is asked what it returns."""
 _SAID: dict[int, Any] = {}
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[Returned]]:
-    """As a context: what is returned in it is in the result."""
-    returned: list[Returned] = []
-    token = _RETURNED.set(returned)
-    try:
-        yield returned
-    finally:
-        _RETURNED.reset(token)
 
 
 def note_changed(module: nn.Module, given: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Remember new buffers, if forward has changed some in train mode and somebody asks for them."""
-    returned = _RETURNED.get()
+    returned = RETURNED.get()
     if returned is None or not module.training:
         return
     found = {name: x for name, x in new.items() if x is not None}

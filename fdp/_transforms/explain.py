@@ -1,7 +1,7 @@
 """What a call will do, before anything runs: its `Plan`, and what the same code shows on tensors that have no data."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,24 +9,13 @@ import torch
 from fdp._execution.executor import check_executor
 from fdp._execution.seeds import seed_of
 from fdp._placement.peers import peers_of
-from fdp._placement.plan import Plan, PlannedLeaf
-from fdp._placement.planned_leaves import of_outputs
+from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots
-from fdp._transforms.apply import dp_apply
-from fdp._transforms.arguments import (
-    IN_ORDER,
-    Arg,
-    Options,
-    check_function,
-    check_order,
-    check_several,
-    keyword_args,
-    positional_args,
-)
+from fdp._transforms.apply import joining
+from fdp._transforms.arguments import IN_ORDER, Arg, Options, check_function, check_order, input_args, keyword_args
+from fdp._transforms.call import Call
 from fdp._transforms.differentiate import Differentiation, settings_of
-from fdp._transforms.dry_run import Fakes
-from fdp._transforms.explain_gradients import of_gradients
-from fdp._transforms.explained import Dry, Explained
+from fdp._transforms.explained import explained
 from fdp._trees import torch_private
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.tree import flatten
@@ -97,25 +86,15 @@ def explain(
         _check_said(settings, options | {"seed": seed, "randomness": randomness, "axis_name": axis_name})
         args = (params, *inputs) if type(inputs) is tuple else (params, inputs)
         _check(settings.fn, settings.devices, *args, given)
-        return of_gradients(dataclasses.replace(settings, where="explain"), args, given).plan()
+        return explained(dataclasses.replace(settings, where="explain").call(args, dict(given)))
     _check(fn, devices, params, inputs, given)
     check_executor(executor, "explain")
     drawn = seed_of(seed, randomness, "explain")
-    how = Options("explain", devices, output_device, weights, executor, drawn, axis_name)
-    dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
-    same = {"in_dims": in_dims, "kwarg_dims": kwarg_dims, "out_dims": dims, "output_device": output_device}
-    same |= {"weights": weights, "executor": executor, "axis_name": axis_name}
-
-    def run(dry: Dry, fakes: Fakes) -> Tree:
-        own = None if kwargs is None else {name: fakes.of(value) for name, value in kwargs.items()}
-        return dp_apply(dry, fakes.of(params), fakes.of(inputs), devices, kwargs=own, **same)
-
-    def outputs(flats: Any, plan: Plan, results: Any, joined: Tree, joins: Any) -> Iterable[PlannedLeaf]:
-        return of_outputs(results, joined, dims, joins)
-
-    named, n_args = _named(params, inputs, given, in_dims, kwarg_dims)
-    check_several(fn, named[:n_args], given, "explain")
-    return Explained(fn, named, n_args, how, run, outputs).plan()
+    args = [Arg("params", params, None), *input_args(inputs, in_dims, "explain")]
+    named = keyword_args(given, kwarg_dims, "explain")
+    how = Options("explain", devices, weights, executor, drawn, axis_name)
+    kind = joining(fn, out_dims, output_device, "explain")
+    return explained(Call(fn, [*args, *named.values()], tuple(named), how, kind))
 
 
 def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
@@ -143,15 +122,3 @@ def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
         peers.refuse(
             "explain", "devices=mesh.devices, and shards that are not on the mesh, explain the part of this process"
         )
-
-
-def _named(
-    params: Tree, inputs: Tree, kwargs: Mapping[str, Tree], in_dims: Dims, kwarg_dims: Dims
-) -> tuple[list[Arg], int]:
-    """All arguments, and how many are positional."""
-    if type(inputs) is tuple:
-        args = positional_args(inputs, in_dims, "inputs", "explain")
-    else:
-        args = [Arg("inputs", inputs, in_dims)]
-    named = keyword_args(kwargs, kwarg_dims, "explain")
-    return [Arg("params", params, None), *args, *named.values()], 1 + len(args)

@@ -2,73 +2,65 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 
 from fdp._execution.executor import Mode, executor_of
-from fdp._placement.plan import Plan, PlannedLeaf
+from fdp._placement.peers import ALONE
+from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments
 from fdp._placement.slot import current_slot
-from fdp._placement.split_dims import flatten_args
 from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
-from fdp._transforms.arguments import Arg, Options
-from fdp._transforms.call import decide
+from fdp._transforms.around import look_around
+from fdp._transforms.call import Call, carry_out, decide, flat_of, made_of
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
 from fdp._transforms.own_statistics import FOUND
+from fdp._transforms.plans import held_in
 from fdp._trees.tree import Flat
 from fdp._trees.types import Function, Tree
 
 
-class Explained(NamedTuple):
-    """A call: `run` makes it with another function, and `outputs` says what becomes of the results of its shards."""
-
-    fn: Function
-    named: Sequence[Arg]
-    n_args: int
-    options: Options
-    run: Callable[["Dry", Fakes], Tree]
-    outputs: Callable[[Sequence[Flat], Plan, Sequence[Tree], Tree, Sequence[Transfer]], Iterable[PlannedLeaf]]
-    microbatches: int = 1
-    differentiates: bool = False
-
-    def plan(self) -> Plan:
-        """What it will do."""
-        log: list[Transfer] = []
-        with APART, Fakes() as fakes, only(log):
-            flats = flatten_args(self.named, "explain")
-            plan = decide(flats, self.options, self.microbatches)
-            _check_layouts(flats, plan.devices)
-            fakes.has_graph = has_autograd(plan.slots)
-            dry, problem, joined = Dry(self.fn, log, fakes, self.differentiates), None, None
-            collectives, differences = list[Collective](), list[str]()
-            tokens = COLLECTIVES.set(collectives), FOUND.set(differences)
-            try:
-                with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
-                    joined = self.run(dry, fakes)
-            except Exception as error:
-                if not dry.has_failed and not isinstance(error, fakes.unknown):
-                    raise
-                problem = problem_of(error, fakes)
-                del log[dry.before :], collectives[:]
-            finally:
-                COLLECTIVES.reset(tokens[0])
-                FOUND.reset(tokens[1])
-        copies = tuple(log)
-        mode = Mode(self.options.executor, self.options.seed)
-        before = copies[: dry.before]
-        results = [dry.results[place] for place in sorted(dry.results)]
-        return dataclasses.replace(
-            plan,
-            executor=_executor(collectives, executor_of(mode, len(plan.places))),
-            arguments=tuple(leaf for flat in flats for leaf in of_arguments(flat, plan.partition, before)),
-            outputs=None if problem is not None else tuple(self.outputs(flats, plan, results, joined, dry.joins())),
-            differences=tuple(dict.fromkeys(differences)),
-            collectives=tuple(collectives),
-            copies=copies,
-            problem=problem,
-        )
+def explained(call: Call) -> Plan:
+    """What a call will do: its plan, and what its steps do with tensors without data."""
+    log: list[Transfer] = []
+    with APART, Fakes() as fakes, only(log):
+        flat = flat_of(call)
+        given = held_in(flat.leaves)[0]
+        plan = decide(call, flat, look_around(given), ALONE)
+        _check_layouts(flat, plan.devices)
+        fakes.has_graph = has_autograd(plan.slots)
+        dry = Dry(call.fn, log, fakes, plan.gradients is not None)
+        own = call._replace(fn=dry, options=call.options._replace(seed=None), kind=call.kind.dry())
+        problem, joined = None, None
+        collectives, differences = list[Collective](), list[str]()
+        tokens = COLLECTIVES.set(collectives), FOUND.set(differences)
+        try:
+            with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
+                leaves = [fakes.of(leaf) for leaf in flat.leaves]
+                joined = carry_out(*made_of(own, flat._replace(leaves=leaves, specs=list(plan.specs))))
+        except Exception as error:
+            if not dry.has_failed and not isinstance(error, fakes.unknown):
+                raise
+            problem = problem_of(error, fakes)
+            del log[dry.before :], collectives[:]
+        finally:
+            COLLECTIVES.reset(tokens[0])
+            FOUND.reset(tokens[1])
+    copies, results = tuple(log), [dry.results[place] for place in sorted(dry.results)]
+    arguments = of_arguments(plan.leaves, flat.leaves, plan.partition, copies[: dry.before])
+    outputs = None if problem is not None else call.kind.outputs(plan, flat.leaves, results, joined, dry.joins())
+    return dataclasses.replace(
+        plan,
+        executor=_executor(collectives, executor_of(Mode(call.options.executor, call.options.seed), len(plan.places))),
+        arguments=tuple(arguments),
+        outputs=None if outputs is None else tuple(outputs),
+        differences=tuple(dict.fromkeys(differences)),
+        collectives=tuple(collectives),
+        copies=copies,
+        problem=problem,
+    )
 
 
 def _executor(collectives: Sequence[Collective], how: str) -> str:
@@ -76,18 +68,17 @@ def _executor(collectives: Sequence[Collective], how: str) -> str:
     return f"{how}; they wait for each other in {collectives[0].name}" if collectives else how
 
 
-def _check_layouts(flats: Sequence[Flat], devices: Sequence[torch.device]) -> None:
+def _check_layouts(flat: Flat, devices: Sequence[torch.device]) -> None:
     """Nested tensors have no shape that could be planned with, and sparse ones none that could be copied."""
-    for flat in flats:
-        for i, leaf in enumerate(flat.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-                raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
-            is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-            if is_sparse and any(device != leaf.device for device in devices):
-                raise ValueError(
-                    f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot "
-                    "be planned. Explain the call with it on the device of all slots"
-                )
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise ValueError(f"explain: {flat.path(i)} is a nested tensor, which cannot be planned with")
+        is_sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+        if is_sparse and any(device != leaf.device for device in devices):
+            raise ValueError(
+                f"explain: {flat.path(i)} is a sparse tensor on {leaf.device}, whose copies to others cannot be "
+                "planned. Explain the call with it on the device of all slots"
+            )
 
 
 @final

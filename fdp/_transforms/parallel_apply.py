@@ -1,26 +1,25 @@
 """A function run on every slot, with results that stay where they are: `parallel_apply`."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import torch
 
-from fdp._execution.executor import Mode, check_executor, run_all
-from fdp._execution.seeds import Seed, seed_of, seed_options
+from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_devices
+from fdp._placement.leaves import put
+from fdp._placement.moves import copy
 from fdp._placement.partition import Partition
-from fdp._placement.peers import peers_of
-from fdp._placement.plan import places_of
-from fdp._placement.replicate import replicate_on
+from fdp._placement.peers import Peers, peers_of
+from fdp._placement.plan import Plan, Step
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split_dims import common_peers
-from fdp._transforms.arguments import Arg, check_function, check_several, keyword_args
-from fdp._transforms.call import Shard, call_shard
-from fdp._transforms.row_seed import RowCall, with_rows
+from fdp._transforms.arguments import Arg, Options, check_function, keyword_args
+from fdp._transforms.call import Begun, Call, CallKind, Known, State, run
+from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import SlotOptions, Untold
+from fdp._transforms.steps import run_shards, says, shards_text
 from fdp._trees.tracebacks import api_boundary
-from fdp._trees.tree import Flat, flatten
+from fdp._trees.tree import Flat
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
 
 
@@ -71,7 +70,11 @@ def parallel_apply(
     held = (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))
     with peers_of(devices, held).begins("parallel_apply"):
         drawn = seed_of(seed, randomness, "parallel_apply")
-        result = _on_slots(fn, args, {} if kwargs is None else kwargs, devices, executor, drawn, axis_name)
+        check_function(fn, "parallel_apply")
+        positional = [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)]
+        named = keyword_args({} if kwargs is None else kwargs, None, "parallel_apply")
+        options = Options("parallel_apply", devices, None, executor, drawn, axis_name)
+        result = run(Call(fn, [*positional, *named.values()], tuple(named), options, StayingThere()))
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:
@@ -80,59 +83,58 @@ def parallel_apply(
         raise TypeError(f"parallel_apply: {error}") from None
 
 
-def _on_slots(
-    fn: Function,
-    args: tuple[Tree, ...],
-    kwargs: Mapping[str, Tree],
-    devices: Devices,
-    executor: Executor,
-    seed: Seed | None,
-    axis_name: str,
-) -> Sharded:
-    """Run a function on every slot."""
-    where = "parallel_apply"
-    check_function(fn, where)
-    check_executor(executor, where)
-    keywords = keyword_args(kwargs, None, where)
-    check_several(fn, [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)], keywords, where)
-    named = {f"args[{i}]": arg for i, arg in enumerate(args)} | {arg.name: arg.tree for arg in keywords.values()}
-    held = {name: arg for name, arg in named.items() if isinstance(arg, Slots)}
-    slots = _state_slots(held, devices)
-    peers = common_peers(held.items(), devices, where)
-    columns = [
-        arg if isinstance(arg, Slots) else replicate_on(arg, slots, always=True, name=name, where=where)
-        for name, arg in named.items()
-    ]
-    sizes = next((arg.sizes for arg in columns if arg.sizes is not None), None)
-    n, names = len(args), list(named)
-    same = {"axis_name": axis_name, **seed_options(seed)}
-    call = peers.begin_on_slots(where, same, sizes or (0,) * len(slots))
+class StayingThere(CallKind):
+    """A call on every slot, whose results stay where they are."""
 
-    def run(seed: Seed | None) -> list[Tree]:
-        shards = zip(*(column.shards for column in columns), strict=True) if columns else [()] * len(slots)
-        tasks = [
-            functools.partial(call_shard, fn, Shard(s[:n], dict(zip(keywords, s[n:], strict=True)))) for s in shards
-        ]
-        places = call.places(places_of(Partition(tuple(range(len(slots))), slots, sizes), axis_name))
-        return run_all(tasks, places, Mode(executor, seed, call))
+    may_repeat = False
 
-    def again(trees: Sequence[Tree], seed: Seed) -> object:
-        on_one = tuple(trees[:n]), dict(zip(keywords, trees[n:], strict=True)), slots[:1], "sequential", seed
-        return _on_slots(fn, *on_one, axis_name)
+    def begin(self, peers: Peers, plan: Plan, flats: Sequence[Flat], where: str, same: dict[str, Any]) -> Begun:
+        del same["splits"]
+        return peers.begin_on_slots(where, same, plan.sizes or (0,) * len(plan.slots)), plan.partition
 
-    def row_call() -> RowCall:
-        if sizes is None:
-            raise ValueError(f"{where}: randomness='rows' needs rows: pass what fdp.scatter returns")
-        flats = [Flat(name, [column], [None], _LEAF, []) for name, column in zip(names, columns, strict=True)]
-        return RowCall(where, fn, flats, int(call.rows(sum(sizes))), (where, n, *keywords), again, False)
+    def shares(self, flat: Flat, options: Options) -> tuple[tuple[torch.device, ...], Partition]:
+        _check_plain(flat)
+        held = {flat.path(i): leaf for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)}
+        slots = _state_slots(held, options.devices)
+        sizes = next((leaf.sizes for leaf in held.values() if leaf.sizes is not None), None)
+        return slots, Partition(tuple(range(len(slots))), slots, sizes)
 
-    with call.part():
-        results = with_rows(seed, row_call, run)
-    results = call.tie(results)
-    return Sharded(tuple(results), slots, peers=peers)
+    def steps(self, known: Known) -> tuple[Sequence[Step], None]:
+        run = Step(by_rows(known, run_shards), lambda plan: f"run {shards_text(plan)}")
+        return [Step(place_own, says("copy to every slot")), run, Step(leave_there, says("leave results there"))], None
+
+    def on_one(self) -> "StayingThere":
+        return self
 
 
-_LEAF = flatten(0, "a leaf").structure
+def place_own(plan: Plan, state: State) -> None:
+    """What is on its slots, and of everything else a copy for each slot, which the function may write to."""
+    put(plan.cut, state.values, state.columns, state.memo)
+    for column, device in zip(state.columns, state.pieces.devices, strict=True):
+        own: dict[Any, Any] = {}  # tensors are keys by identity
+        for leaf in plan.leaves:
+            value = column[leaf.index]
+            if not leaf.is_cut and isinstance(value, torch.Tensor):
+                if value not in own:
+                    own[value] = copy(value, device, leaf.flat, leaf.index, always=True)
+                column[leaf.index] = own[value]
+
+
+def leave_there(plan: Plan, state: State) -> None:
+    """What came out on each slot."""
+    peers, outputs, own = state.peers, state.outputs, (state.pieces.devices, state.of)
+    state.finish = lambda: Sharded(tuple(peers.tie(outputs)), own[0], peers=own[1])
+
+
+def _check_plain(flat: Flat) -> None:
+    """What is on slots is an argument, and not a part of one."""
+    first = 0
+    for child in flat.structure.children():
+        for i in range(first, first + child.num_leaves):
+            if isinstance(flat.leaves[i], Slots) and not child.is_leaf():
+                kind = type(flat.leaves[i]).__name__
+                raise TypeError(f"parallel_apply: {flat.path(i)} is a {kind} already, inside a tree that is copied")
+        first += child.num_leaves
 
 
 def _state_slots(held: Mapping[str, Slots], devices: Devices) -> tuple[torch.device, ...]:

@@ -10,14 +10,15 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fdp._placement.devices import as_devices
 from fdp._placement.plan import Plan
-from fdp._placement.sharded import Slots
-from fdp._transforms.arguments import Arg, Options
-from fdp._trees import torch_private
+from fdp._placement.sharded import Slots, leaf_tensors
+from fdp._transforms.around import Around
 from fdp._trees.functions import how_called, identity
 from fdp._trees.prefix import signature_of_dims
+from fdp._trees.registry import by_optree
 from fdp._trees.types import Function
 
 _MOST = 64  # of a function; the oldest go first
@@ -25,41 +26,44 @@ _PLANS: "weakref.WeakKeyDictionary[Any, dict[Hashable, Plan]]" = weakref.WeakKey
 
 
 def signature_of(
-    fn: Function,
-    args: Sequence[Arg],
-    trees: Sequence[tuple[Sequence[Any], Any]],
-    n_args: int,
-    options: Options,
-    microbatches: int,
+    call: Any, structure: Any, kinds: Sequence[Any] | None, around: Around, is_spread: bool, has_slots: bool
 ) -> Hashable | None:
-    """All that a plan depends on; None if that cannot be said. `trees` are leaves and structures."""
-    if torch.compiler.is_compiling() or torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state():
+    """All that a plan depends on; None if that cannot be said."""
+    options = call.options
+    weights, axis_name, devices = options.weights, options.axis_name, options.devices
+    if kinds is None or around.is_compiling or around.has_modes or type(axis_name) is not str:
         return None
-    weights = options.weights
-    if type(options.axis_name) is not str or not (weights is None or type(weights) in (list, tuple)):
-        return None
-    if weights is not None and not all(type(weight) in (int, float) for weight in weights):
-        return None
-    parts: list[Any] = [options.where, how_called(fn), n_args, options.axis_name, microbatches]
-    parts.append(None if weights is None else tuple(weights))
-    has_slots = False
-    for arg, (leaves, structure) in zip(args, trees, strict=True):
-        dims = arg.dims
-        parts += arg.name, structure, dims if dims is None or type(dims) is int else signature_of_dims(dims)
-        if dims is not None and parts[-1] is None:
+    if weights is not None:
+        if type(weights) not in (list, tuple) or not all(type(weight) in (int, float) for weight in weights):
             return None
-        parts += map(type, leaves)
-        try:
-            kinds = list(map(_kind_of_tensor, leaves))
-        except (AttributeError, RuntimeError):  # not all are tensors, or one is nested
-            kinds = list(map(_kind_of, leaves))
-            if None in kinds:
-                return None
-            has_slots = has_slots or any(isinstance(leaf, Slots) for leaf in leaves)
-        parts += kinds
-    devices = options.devices
-    parts.append(None if devices is None and has_slots else as_devices(devices, options.where))
-    return tuple(parts)
+        weights = tuple(weights)
+    dims = [x if x is None or type(x) is int else signature_of_dims(x) or _UNKNOWN for _, _, x, _ in call.args]
+    if _UNKNOWN in dims:
+        return None
+    draws = options.seed and options.seed.randomness
+    own = options.where, how_called(call.fn), axis_name, weights, options.executor, draws, call.kind.key
+    slots = None if devices is None and has_slots else as_devices(devices, options.where)
+    return (*own, call.keywords, structure, *dims, *kinds, slots, around, is_spread)
+
+
+_UNKNOWN = object()
+
+
+def kinds_of(leaves: Sequence[Any]) -> tuple[list[Any] | None, Sequence[Tensor], Sequence[tuple[int, Slots]]]:
+    """What a plan may depend on of the leaves, if that can be said; all tensors in them; what is on slots already."""
+    if torch.compiler.is_compiling():  # nothing is kept
+        return None, *held_in(leaves)
+    try:
+        return [*map(type, leaves), *map(_kind_of_tensor, leaves)], leaves, ()
+    except (AttributeError, RuntimeError):  # not all are tensors, or one is nested
+        kinds = list(map(_kind_of, leaves))
+        return None if None in kinds else [*map(type, leaves), *kinds], *held_in(leaves)
+
+
+def held_in(leaves: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[tuple[int, Slots]]]:
+    """All tensors in leaves, and those that are on slots already, with their positions."""
+    given = [x for leaf in leaves for x in ((leaf,) if isinstance(leaf, Tensor) else leaf_tensors(leaf))]
+    return given, [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Slots)]
 
 
 _kind_of_tensor = operator.attrgetter("dtype", "device", "requires_grad", "layout", "shape")
@@ -67,15 +71,17 @@ _kind_of_tensor = operator.attrgetter("dtype", "device", "requires_grad", "layou
 
 def _kind_of(leaf: Any) -> Any:
     """What a plan may depend on of a leaf; None if that cannot be said."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, None if leaf.is_nested else leaf.shape
     if isinstance(leaf, Slots):
         dims = signature_of_dims(leaf.dims)
-        return dims and (leaf.devices, leaf.sizes, type(leaf.shards[0]), *dims)
+        inner = by_optree(leaf.shards[0])[0]
+        kinds = tuple([(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in inner])
+        return dims and (leaf.devices, leaf.sizes, type(leaf.shards[0]), kinds, *dims)
     return type(leaf)
 
 
-def find(fn: Any, signature: Hashable | None) -> Plan | None:
+def find(fn: Function, signature: Hashable | None) -> Plan | None:
     """The plan that was kept."""
     if signature is None:
         return None
@@ -85,7 +91,7 @@ def find(fn: Any, signature: Hashable | None) -> Plan | None:
         return None
 
 
-def keep(fn: Any, signature: Hashable | None, plan: Plan) -> Plan:
+def keep(fn: Function, signature: Hashable | None, plan: Plan) -> Plan:
     """Keep a plan, unless another thread was faster: the one that is kept."""
     try:
         hash(signature)

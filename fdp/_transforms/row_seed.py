@@ -1,25 +1,27 @@
-"""The seed of a call whose rows draw what they would draw on one device: its function is run without data before."""
+"""The step in which rows draw what they would draw on one device: the function is run without data before."""
 
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fdp._execution.seeds import Seed
-from fdp._placement.peers import ALONE
-from fdp._placement.sharded import Sharded, Slots
+from fdp._placement.leaves import kinds
+from fdp._placement.plan import Plan
 from fdp._placement.transfers import only
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
 from fdp._rows.noting import Notes, joined, two_numbers
+from fdp._transforms.call import Known, State, carry_out, made_of
 from fdp._transforms.dry_run import APART, Fakes, problem_of
 from fdp._trees import torch_private
-from fdp._trees.tree import Flat, flatten, tensors_in, tree_map, unflatten
-from fdp._trees.types import AUTO, Function, Tree
+from fdp._trees.tree import tensors_in, tree_map
+from fdp._trees.types import Function, Tree
 
-T = TypeVar("T")
+Do = Callable[[Plan, State], None]
 _NOTED: "weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Draw, ...]]]" = weakref.WeakKeyDictionary()
 _CHANGED = (
     "if the function draws something else than in calls before, as a module does after .train(): fdp looks at it anew "
@@ -29,43 +31,46 @@ _CHANGED = (
 _MOST = 64  # of a function; the oldest go first
 
 
-class RowCall(NamedTuple):
-    """A call as far as its draws depend on it.
-
-    `again` makes the same call on one device with other arguments and another seed. `repeats`: it may be made twice.
-    """
-
-    where: str
-    fn: Function
-    flats: Sequence[Flat]
-    rows: int | None
-    key: Hashable
-    again: Callable[[Sequence[Tree], Seed], object]
-    repeats: bool
+def by_rows(known: Known, do: Do) -> Do:
+    """The step that runs shards, or what runs it where each row is to draw its own."""
+    seed = known.call.options.seed
+    if seed is None or seed.randomness != "rows" or seed.draws is not None or known.around.is_compiling:
+        return do
+    return partial(draw_by_rows, do)
 
 
-def with_rows(seed: Seed | None, row_call: Callable[[], RowCall], run: Callable[[Seed | None], T]) -> T:
-    """Run a call; where each row is to draw its own, with a seed that knows all draws."""
-    if seed is None or seed.randomness != "rows" or seed.draws is not None or torch.compiler.is_compiling():
-        return run(seed)
-    call = row_call()
-    if call.rows is None:  # nothing is split, and one slot draws all
-        return run(seed)
-    key = call.key, torch.is_grad_enabled(), *map(_kinds, call.flats)
-    noted = {} if torch_private.is_transformed() else _noted(call.fn)  # vmap around the call may draw more
+def draw_by_rows(do: Do, plan: Plan, state: State) -> None:
+    """Run shards with a seed that knows all draws."""
+    sizes, seed = state.partition.sizes, state.seed
+    assert seed is not None
+    if sizes is None:
+        if len(state.partition.slots) > 1:
+            raise ValueError(
+                f"{state.where}: randomness='rows' needs to know which rows each slot has. Split the batch with "
+                "fdp.scatter, or pass it whole"
+            )
+        do(plan, state)  # one slot draws all
+        return
+    rows = int(state.peers.rows(sum(sizes)))
+    key = state.where, state.call.n_args, state.call.keywords, state.kind.key, torch.is_grad_enabled()
+    key = *key, *kinds(plan.leaves, state.flat)
+    noted = {} if torch_private.is_transformed() else _noted(state.fn)  # vmap around the call may draw more
     found = noted.get(key)
     if found is not None:
         try:
-            return run(seed._replace(draws=Draws(found, call.rows)))
+            state.seed = seed._replace(draws=Draws(found, rows))
+            do(plan, state)
+            return
         except DrawsDiffer as error:  # it has changed, as a module does by .train()
             noted.pop(key, None)
-            if not call.repeats:
+            if not state.kind.may_repeat or state.peers.has_others():
                 error.add_note(_CHANGED)
                 raise
-    draws = noted[key] = _draws(call)
+    draws = noted[key] = _draws(plan, state)
     for old in list(noted)[:-_MOST]:
         noted.pop(old, None)
-    return run(seed._replace(draws=Draws(draws, call.rows)))
+    state.seed = seed._replace(draws=Draws(draws, rows))
+    do(plan, state)
 
 
 def _noted(fn: Function) -> dict[Hashable, tuple[Draw, ...]]:
@@ -76,52 +81,34 @@ def _noted(fn: Function) -> dict[Hashable, tuple[Draw, ...]]:
         return {}
 
 
-def _kinds(flat: Flat) -> Hashable:
-    """What draws may depend on of an argument: all but rows."""
-    return str(flat.structure), str([_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)])
-
-
-def _kind(leaf: Any, spec: Any) -> Any:
-    if isinstance(leaf, Slots):
-        return _kinds(flatten(leaf.shards[0], "a shard", None if spec is None else 0))
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf)
-    rows = None if spec is None or spec == "items" else spec % max(leaf.ndim, 1)
-    return leaf.dtype, leaf.device, [n for i, n in enumerate(leaf.shape) if i != rows]
-
-
-def _draws(call: RowCall) -> tuple[Draw, ...]:
-    """Run the function with two numbers of rows, and see what it draws."""
-    found = []
-    for rows in two_numbers(n for flat in call.flats for x in _tensors(flat) for n in x.shape):
-        notes, log = Notes(rows), []
-        with _apart(call.where), Fakes() as fakes, only(log):
+def _draws(plan: Plan, state: State) -> tuple[Draw, ...]:
+    """Run the function with two numbers of rows on one slot, and see what it draws."""
+    found: list[Notes] = []
+    for rows in two_numbers(
+        n for x in tensors_in([leaf.tensors(v) for leaf, v in _pairs(plan, state)]) for n in x.shape
+    ):
+        notes = Notes(rows)
+        one = {"devices": state.device, "weights": None, "executor": "sequential", "seed": Seed(0, "rows", notes)}
+        call = state.call._replace(options=state.call.options._replace(**one), kind=state.kind.on_one())
+        with _apart(state.where), Fakes() as fakes, only([]):
             fakes.has_graph = not torch_private.is_transformed()
+            make, item = partial(_made, state.where, notes, fakes), partial(_item, notes, fakes)
             try:
-                trees = [_tree(flat, notes, fakes, call.where) for flat in call.flats]
-                call.again(trees, Seed(0, "rows", notes))
+                leaves = [leaf.remade(value, rows, make, item) for leaf, value in _pairs(plan, state)]
+                carry_out(*made_of(call, state.flat._replace(leaves=leaves, specs=list(plan.specs))))
             except Exception as error:
                 if type(error) is RuntimeError and "randomness='rows'" in str(error):
                     raise
                 raise RuntimeError(
-                    f"{call.where}: randomness='rows': to see what it draws, the function was run on {rows} rows "
+                    f"{state.where}: randomness='rows': to see what it draws, the function was run on {rows} rows "
                     f"without data, and there it fails: {problem_of(error, fakes)}"
                 ) from error
         found.append(notes)
-    return joined(found[0], found[1], call.where)
+    return joined(found[0], found[1], state.where)
 
 
-def _tensors(flat: Flat) -> list[torch.Tensor]:
-    return tensors_in([leaf.shards if isinstance(leaf, Slots) else leaf for leaf in flat.leaves])
-
-
-def _item(item: Tree, row: int, notes: Notes, fakes: Fakes) -> Tree:
-    """The tree of a row, whose tensors are of no other."""
-    own = tree_map(
-        lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, fakes.of(item)
-    )
-    notes.items.update(dict.fromkeys(map(id, tensors_in(own)), row))
-    return own
+def _pairs(plan: Plan, state: State) -> Any:
+    return zip(plan.leaves, state.values, strict=True)
 
 
 def _apart(where: str) -> contextlib.AbstractContextManager[object]:
@@ -136,26 +123,20 @@ def _apart(where: str) -> contextlib.AbstractContextManager[object]:
     return stack
 
 
-def _tree(flat: Flat, notes: Notes, fakes: Fakes, where: str) -> Tree:
-    """An argument with so many rows, without data."""
-    pairs = zip(flat.leaves, flat.specs, strict=True)
-    return unflatten(flat.structure, [_leaf(leaf, spec, notes, fakes, where) for leaf, spec in pairs])
+def _made(where: str, notes: Notes, fakes: Fakes, tensor: Tensor, dim: int | None) -> Tensor:
+    """A tensor without data, with so many rows."""
+    if dim is None:
+        return fakes.of(tensor)
+    if tensor.layout is not torch.strided:
+        raise RuntimeError(f"{where}: randomness='rows': the rows of a tensor of layout {tensor.layout} are not known")
+    shape = list(tensor.shape)
+    shape[dim] = notes.rows
+    fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_() if tensor.requires_grad and fakes.has_graph else fake
 
 
-def _leaf(leaf: Any, spec: Any, notes: Notes, fakes: Fakes, where: str) -> Any:
-    if isinstance(leaf, Slots):
-        known = isinstance(leaf, Sharded) and (leaf.sizes is not None or spec is not None)
-        dims = spec if leaf.dims is AUTO else leaf.dims
-        flat = flatten(leaf.shards[0], "shard", dims if known else None)
-        one = {"shards": (_tree(flat, notes, fakes, where),), "devices": leaf.devices[:1], "peers": ALONE}
-        return dataclasses.replace(leaf, **one, sizes=(notes.rows,) if known else None)
-    if spec == "items":
-        return type(leaf)([_item(leaf[i % len(leaf)], i, notes, fakes) for i in range(notes.rows)])
-    if spec is None or not isinstance(leaf, torch.Tensor):
-        return fakes.of(leaf)
-    if leaf.layout is not torch.strided:
-        raise RuntimeError(f"{where}: randomness='rows': the rows of a tensor of layout {leaf.layout} are not known")
-    shape = list(leaf.shape)
-    shape[spec] = notes.rows
-    fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-    return fake.requires_grad_() if leaf.requires_grad and fakes.has_graph else fake
+def _item(notes: Notes, fakes: Fakes, item: Tree, row: int) -> Tree:
+    """The tree of a row, whose tensors are of no other."""
+    own = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, fakes.of(item))
+    notes.items.update(dict.fromkeys(map(id, tensors_in(own)), row))
+    return own

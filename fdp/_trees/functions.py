@@ -3,7 +3,6 @@
 import functools
 import types
 import weakref
-import zlib
 from typing import Any
 
 from fdp._trees.tracebacks import inside_boundary
@@ -39,13 +38,3 @@ def identity(fn: Any) -> Any:
 
 
 _FUNCTIONAL = "fdp.nn._functional"
-
-
-def name_of(fn: Any) -> str:
-    """What a function is called in every run of a program."""
-    key = identity(fn)
-    code = key if isinstance(key, types.CodeType) else getattr(key, "__code__", None)
-    if isinstance(code, types.CodeType):
-        return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {zlib.crc32(code.co_code)}"
-    kind = key if isinstance(key, type) else type(key)
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -15,10 +15,14 @@ T = TypeVar("T")
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
+def is_profiling() -> bool:
+    """Whether ranges are wanted. The flag is one for all threads: a profiler may watch those in which shards run."""
+    return profiler._is_profiler_enabled and not torch.compiler.is_compiling()
+
+
 def stage(name: str, number: int | None = None) -> contextlib.AbstractContextManager[object]:
     """A range called `fdp.` and the name, with a number if there is one; nothing where no profiler runs."""
-    # The flag is one for all threads: a profiler may watch those in which shards run.
-    if not profiler._is_profiler_enabled or torch.compiler.is_compiling():
+    if not is_profiling():
         return NOTHING
     return profiler.record_function(f"fdp.{name}" if number is None else f"fdp.{name} {number}")
 

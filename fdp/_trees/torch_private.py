@@ -191,11 +191,7 @@ is_legacy_batchedtensor = _use(
 _ORDER = "in which order a backward takes nodes that several threads have made"
 get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
 _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)
-get_current_graph_task_keep_graph = _use(
-    "torch._C._autograd._get_current_graph_task_keep_graph", "will there be a second backward?"
-)
 current_graph_task_id = _use("torch._C._current_graph_task_id", "does a backward run here?")
-will_engine_execute_node = _use("torch._C._will_engine_execute_node", "which gradients a backward is asked for", "2.13")
 StopRecomputationError = _use("torch.utils.checkpoint._StopRecomputationError", "a checkpoint ends its recomputing so")
 
 
@@ -229,24 +225,12 @@ _PLAIN = frozenset({torch.Tensor})
 _WRITTEN = "has an argument been written to?"
 _version = _use("torch.Tensor._version", _WRITTEN)
 unsafe_set_version_counter = _use("torch._C._autograd._unsafe_set_version_counter", "explain leaves no trace")
-_hooks = _use("torch.Tensor._backward_hooks", "hooks of a tensor see its gradient once, as the sum over slots")
-backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-_IN_PLACE = "may a gradient be added to in place?"
-_storage_uses = _use("torch._C._storage_Use_Count", _IN_PLACE)
-use_count = _use("torch.Tensor._use_count", _IN_PLACE)
-_base = _use("torch.Tensor._base", _IN_PLACE)
-base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 def storage(tensor: torch.Tensor) -> int:
     """The same number for all tensors with the memory of this one."""
     return tensor.untyped_storage()._cdata
-
-
-def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors have the memory of this one."""
-    return _storage_uses(storage(tensor))
 
 
 flatten_dense_tensors = _use(
@@ -267,7 +251,6 @@ dict_version = _use(
     "torch._C._dynamo.guards.dict_version", "has a dict been written to? The compiler asks for its guards", "2.13"
 )
 _CACHE = "parametrizations are cached for the module, and not for the tensors that a shard has"
-_cache = _use("torch.nn.utils.parametrize._cache", _CACHE)
 _cache_enabled = _use("torch.nn.utils.parametrize._cache_enabled", _CACHE)
 _VALIDATES = "torch.distributions.Distribution._validate_args"
 _use(_VALIDATES, "distributions look at values, where there are none")
@@ -293,11 +276,6 @@ def register_builtin(function: Any, name: str) -> None:
     """Tell scripts which operator a function stands for, if torch has told them of others; else it will."""
     if _builtins._builtin_table is not None:
         _builtins._register_builtin(function, name)
-
-
-def parametrize_cache() -> dict[Any, Any]:
-    """What parametrizations have cached; empty where they do not."""
-    return parametrize._cache
 
 
 def is_parametrize_caching() -> bool:

@@ -1,11 +1,9 @@
 """Trees: flattened into leaves with their specs, put together again, mapped. What is done with a tree is done here."""
 
 import contextlib
-import operator
 import sys
 import zlib
-from collections.abc import Callable, Iterable
-from itertools import compress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -22,7 +20,7 @@ from fdp._trees.untraced import constant_while_compiling
 class Flat(NamedTuple):
     """A flattened tree: its leaves, the spec that holds for each, and how to put it together again."""
 
-    name: str
+    name: str | tuple[str, ...]  # of a tuple of trees one for each
     leaves: list[Any]
     specs: list[Any]
     structure: optree.PyTreeSpec
@@ -30,12 +28,25 @@ class Flat(NamedTuple):
 
     def path(self, index: int) -> str:
         """Where a leaf stands, as the user would write it: `inputs[0]['x']`."""
-        return self._accessor(index).codify(self.name)
+        return self._codified(self._accessor(index))
 
-    def entry(self, index: int) -> Any:
-        """The last step to a leaf: a key, the name of a field or a position; None if it is the whole tree."""
-        path = self._accessor(index).path
-        return path[-1] if path else None
+    def each(self) -> "list[Flat]":
+        """The trees of a tuple of trees, one by one."""
+        found, first = [], 0
+        for name, child in zip(self.name, self.structure.children(), strict=True):
+            own = slice(first, first + child.num_leaves)
+            found.append(Flat(name, self.leaves[own], self.specs[own], child, []))
+            first = own.stop
+        return found
+
+    def above(self, index: int) -> str:
+        """Where the container of a leaf stands."""
+        return self._codified(self._accessor(index)[:-1])
+
+    def _codified(self, accessor: optree.PyTreeAccessor) -> str:
+        if isinstance(self.name, str):
+            return accessor.codify(self.name)
+        return accessor[1:].codify(self.name[accessor.path[0]])
 
     def _accessor(self, index: int) -> optree.PyTreeAccessor:
         if not self.accessors:  # all at once: one alone takes as long
@@ -55,6 +66,34 @@ def flatten(tree: Tree, name: str, dims: Dims = None, choices: str = "", where: 
         raise TypeError(f"{where}: {error}") from None
     except TreeValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def flatten_all(
+    trees: tuple[Tree, ...], names: tuple[str, ...], dims: Sequence[Dims], choices: Sequence[str], where: str
+) -> Flat:
+    """`flatten` of several trees, as one tuple of them."""
+    if all(dim is None or type(dim) is int for dim in dims):
+        leaves, structure = flattened_all(trees, names, where)
+        counts = [child.num_leaves for child in structure.children()]
+        specs = [dim for dim, count in zip(dims, counts, strict=True) for _ in range(count)]
+        return Flat(names, leaves, specs, structure, [])
+    flats = [flatten(*each, where) for each in zip(trees, names, dims, choices, strict=True)]
+    structure = optree.treespec_tuple([flat.structure for flat in flats], namespace=NAMESPACE)
+    leaves, specs = [x for flat in flats for x in flat.leaves], [x for flat in flats for x in flat.specs]
+    return Flat(names, leaves, specs, structure, [])
+
+
+def flattened_all(trees: tuple[Tree, ...], names: tuple[str, ...], where: str) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves and the structure of a tuple of trees."""
+    try:
+        leaves, structure = by_optree(trees)
+        if PLAIN_LEAVES.issuperset(map(type, leaves)):
+            return leaves, structure
+    except ValueError:  # one has no end
+        pass
+    for tree, name in zip(trees, names, strict=True):  # types are registered, or refused
+        flatten(tree, name, where=where)
+    return by_optree(trees)
 
 
 def _flatten_prefix(tree: Tree, name: str, dims: Dims, choices: str) -> Flat:
@@ -81,6 +120,19 @@ def flatten_any(tree: Tree, name: str) -> Flat:
     register_nodes(tree, name)
     leaves, structure = by_optree(tree, name)
     return Flat(name, leaves, [None] * len(leaves), structure, [])
+
+
+def lists_in(flat: Flat) -> Iterator[tuple[int, int, str]]:
+    """The lists that hold leaves only: the first leaf, how many there are, and where the list stands."""
+    todo = [(flat.structure, 0)]
+    while todo:
+        node, first = todo.pop()
+        children = node.children()
+        if node.type is list and children and all(child.is_leaf() for child in children):
+            yield first, len(children), flat.above(first)
+        for child in children:
+            todo.append((child, first))
+            first += child.num_leaves
 
 
 def digest_of(flat: Flat) -> int:
@@ -155,15 +207,6 @@ def _add_tensors(tree: Tree, found: list[torch.Tensor]) -> bool:
 
 PLAIN_CONTAINERS: set[type] = {dict, list, tuple}
 """Their values, or they themselves, are all that is in them."""
-
-
-def needing_gradients(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of a tree that need gradients, each once, in any order; types in it may not have been met yet."""
-    tensors = tensors_of_new(tree)
-    return list({id(x): x for x in compress(tensors, map(_REQUIRES_GRAD, tensors))}.values())
-
-
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")  # looked up by few calls of Python, also in many tensors
 
 
 _TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}

@@ -8,9 +8,9 @@ import torch
 
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.join import join
+from fdp._placement.leaves import place
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, chunked, make_partition
-from fdp._placement.place import place
 from fdp._placement.sharded import Slots
 from fdp._placement.split_dims import check_tracing, flatten_args, plan_args, rows_of
 from fdp._trees.tree import Flat, tensors_in

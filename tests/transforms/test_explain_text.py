@@ -27,6 +27,8 @@ slot   device   from:to   rows   bytes
 
 Runs: one shard after the other: executor='auto'; they wait for each other in psum
 
+Steps: replicate 1 leaf · split inputs dim 0 into 3 + 2 x 2 · note versions · run 3 shards · check writes · join outputs
+
 Arguments
 leaf     tensor          how                 rows         bytes per slot      copies
 ────────────────────────────────────────────────────────────────────────────────────

@@ -333,3 +333,73 @@ def test_one_shard_has_no_choice():
     assert (
         fdp.explain(linear, numbers(3, 2), numbers(6, 3), "cpu").executor == "one shard after the other: there is one"
     )
+
+
+# ---- gradient functions
+
+
+def loss_and_aux(w: Any, x: Any) -> Any:
+    value = (x * w["w"]).tanh().mean() + 0 * torch.rand(())
+    return value, {"index": fdp.axis_index() + 0.0 * value.detach(), "rows": value.detach() * len(x)}
+
+
+GRADIENT: dict[str, Any] = {"has_aux": True, "devices": SLOTS, "aux_dims": "mean", "around": contextlib.nullcontext}
+GRADIENT_CHANGES: dict[str, dict[str, Any]] = {
+    "argnums": {"argnums": 1},
+    "argnums in a tuple": {"argnums": (0,)},
+    "both arguments": {"argnums": (1, 0)},
+    "has_aux": {"has_aux": False},
+    "slots": {"devices": fdp.virtual_devices(3)},
+    "in_dims": {"in_dims": (None, 1)},
+    "reduction": {"reduction": "sum"},
+    "count": {"count": lambda w, x: len(x) ** 2},
+    "aux_weight": {"count": lambda w, x: len(x) ** 2, "aux_weight": "count"},
+    "aux_dims": {"aux_dims": "list"},
+    "create_graph": {"create_graph": True},
+    "no create_graph": {"create_graph": False},
+    "microbatches": {"microbatches": 2},
+    "output_device": {"output_device": "meta"},
+    "weights": {"weights": (1, 2)},
+    "executor": {"executor": "threads"},
+    "seed": {"seed": 3},
+    "randomness": {"seed": 3, "randomness": "same"},
+    "randomness of rows": {"seed": 3, "randomness": "rows"},
+    "axis_name": {"axis_name": "rows"},
+    "grad mode": {"around": torch.no_grad},
+    "create_graph without grad mode": {"around": torch.no_grad, "create_graph": True},
+    "inference mode": {"around": torch.inference_mode},
+}
+
+
+def gradient(fn: Any, w: Any, x: Any, options: dict[str, Any]) -> Any:
+    """What a gradient function returns, with whether it has a graph, or its error."""
+    options = GRADIENT | options
+    around = options.pop("around")
+    loss = fn if options["has_aux"] else (lambda *args: fn(*args)[0])
+    if not options["has_aux"]:
+        loss = functools.wraps(fn)(loss)
+    try:
+        with around():
+            found = fdp.value_and_grad(loss, **options)(w, x)
+    except Exception as error:
+        return repr(error)
+    return found, [(leaf.requires_grad, leaf.device) for leaf in optree.tree_leaves(cast(Any, found))]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("change", GRADIENT_CHANGES.values(), ids=GRADIENT_CHANGES.keys())
+def test_a_gradient_function_does_the_same_after_others(change: dict[str, Any], needs_grad: bool):
+    """Whatever a kept plan depends on is in its signature."""
+    w, x = {"w": numbers(3).requires_grad_(needs_grad)}, numbers(7, 3)
+    used, fresh = anew(loss_and_aux), anew(loss_and_aux)
+    for each in ({}, *GRADIENT_CHANGES.values(), {}):
+        gradient(used, w, x, each)
+        gradient(used, {"w": numbers(3)}, x, each)
+    one, other = gradient(used, w, x, change), gradient(fresh, w, x, change)
+    assert type(one) is type(other)
+    if isinstance(one, str):
+        assert one == other
+        return
+    assert one[1] == other[1]
+    if all(device.type != "meta" for _, device in one[1]):
+        assert_same_tree(one[0], other[0])

@@ -233,7 +233,8 @@ def test_options_that_make_no_sense():
     refused("needs a seed: pass seed=", drop, seed=None)
     refused("no randomness 'row'; expected 'different', 'same' or 'rows'", drop, randomness="row")
     with pytest.raises(
-        ValueError, match=r"parallel_apply: randomness='rows' needs rows: pass what fdp\.scatter returns"
+        ValueError,
+        match=r"parallel_apply: randomness='rows' needs to know which rows each slot has",
     ):
         fdp.parallel_apply(lambda w: F.dropout(w), fdp.replicate(W, fdp.virtual_devices(2)), **ROWS)
 

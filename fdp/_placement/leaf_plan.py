@@ -1,0 +1,117 @@
+"""What every kind of leaf has in common: what becomes of it, and what is said of it."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._placement.moves import Memo, is_inexact
+from fdp._placement.partition import Partition
+from fdp._trees.tree import Flat, flatten, tensors_in
+from fdp._trees.types import Tree
+
+Home = Callable[[Tensor, Tensor, Flat, int], Tensor]
+"""Moves a gradient to where the tensor is that it belongs to: the leaf of a flat tree, which messages name."""
+Make = Callable[[Tensor, int | None], Tensor]
+"""Another tensor in the place of one, which has rows along a dim, or none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLeaf:
+    """One leaf of the arguments or the output of a call.
+
+    Attributes:
+        path: Where it stands: `"inputs[0]['x']"`.
+        dtype: None if it is no tensor.
+        shape: That of the whole. Of an output, when it is joined; None where it becomes a list, or is no tensor.
+        how: What happens to it: `"split along dim 0"`, `"whole"`, `"concatenated along dim 0"`, `"mean"`, ...
+        rows: Rows on each slot, None if it is not split.
+        nbytes: Bytes on each slot. Slots that share a device share what is whole.
+        copies: How many copies to other devices are made of it.
+        copied: The bytes of these.
+    """
+
+    path: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None
+    how: str
+    rows: tuple[int, ...] | None
+    nbytes: tuple[int, ...]
+    copies: int
+    copied: int
+
+
+class LeafPlan(abc.ABC):
+    """What becomes of one leaf.
+
+    Attributes:
+        path: Where it stands: `inputs[0]['x']`.
+        dim: Along which its rows are, `"items"`, or None for what is whole.
+        shares: Which shards there are.
+        is_cut: Whether it has rows, of which each shard gets its own.
+        moves: Whether it is copied to another device.
+        is_needed_whole: Whether it is a tensor that every shard gets whole.
+    """
+
+    is_cut = False
+    moves = False
+    is_needed_whole = False
+
+    def __init__(self, flat: Flat, index: int, value: Any, shares: Partition) -> None:
+        self.flat, self.index, self.shares = flat, index, shares
+        self.dim: Any = flat.specs[index]
+
+    @property
+    def path(self) -> str:
+        return self.flat.path(self.index)
+
+    def tensors(self, value: Any) -> Sequence[Tensor]:
+        """All tensors in it."""
+        return tensors_in(value)
+
+    def paths_of(self, value: Any, tensor: Tensor) -> list[str]:
+        """Where in it a tensor stands."""
+        inner = flatten(value, self.path)
+        return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
+
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+        """What each shard gets of it. What tensors became is in the memo, so that each is moved once."""
+        return [value] * len(self.shares.slots)
+
+    def wrong(self, value: Any, where: str) -> list[str]:
+        """What in it cannot be differentiated."""
+        return not_differentiable(value, self.path)
+
+    def summed(self, value: Any) -> Sequence[tuple[Tensor, Flat, int]] | None:
+        """The tensors whose gradients are summed over all shards, with their places in flat trees.
+
+        None if each shard has the gradient of a part of its own.
+        """
+        return None
+
+    def gradient(self, value: Any, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
+        """Its gradient, from the sums of those tensors, or from the gradients that the shards have of their parts."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
+        """What `explain` says of it."""
+
+    def kind(self, value: Any) -> Any:
+        """What draws may depend on of it: all but rows."""
+        return type(value)
+
+    def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
+        """The same with so many rows; an `item` is made of one of a list, for a row."""
+        return value
+
+
+def not_differentiable(tree: Tree, path: str) -> list[str]:
+    """What in a tree is no tensor that can carry a gradient."""
+    flat = flatten(tree, path)
+    kinds = [f"{x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}" for x in flat.leaves]
+    are_fine = [isinstance(x, Tensor) and is_inexact(x) for x in flat.leaves]
+    return [f"{flat.path(i)} ({kinds[i]})" for i, is_fine in enumerate(are_fine) if not is_fine]

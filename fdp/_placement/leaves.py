@@ -1,0 +1,268 @@
+"""What becomes of each leaf of the arguments: one class for each kind of leaf, all with the same methods.
+
+A plan of a leaf holds no value. It is given the leaf of a call, or of another call with the same signature.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fdp._placement.leaf_plan import Home, LeafPlan, Make, PlannedLeaf, not_differentiable
+from fdp._placement.moves import Memo, concat, copy, copy_once, split, to_device
+from fdp._placement.partition import Partition
+from fdp._placement.peers import ALONE
+from fdp._placement.replicate import replicate_on
+from fdp._placement.replicated import Replicated
+from fdp._placement.sharded import Sharded, Slots
+from fdp._placement.split_dims import flatten_args, rows_of
+from fdp._placement.transfers import nbytes_of
+from fdp._trees.tree import Flat, flatten, leaves_up_to, tensors_in, tree_map, unflatten
+from fdp._trees.types import AUTO, Tree
+
+
+@final
+class TensorPlan(LeafPlan):
+    """A tensor: whole on every slot, or split along its dim."""
+
+    def __init__(self, flat: Flat, index: int, value: Tensor, shares: Partition) -> None:
+        super().__init__(flat, index, value, shares)
+        self.moves = any(device != value.device for device in shares.devices)
+        self.is_cut = self.dim is not None and shares.sizes is not None
+        self.is_needed_whole = self.dim is None
+
+    def tensors(self, value: Tensor) -> Sequence[Tensor]:
+        return (value,)
+
+    def paths_of(self, value: Tensor, tensor: Tensor) -> list[str]:
+        return [self.path]
+
+    def cut(self, value: Tensor, memo: Memo) -> Sequence[Tensor]:
+        shares = self.shares
+        if not self.is_cut or len(shares.slots) == 1:
+            return [copy_once(value, device, self.flat, self.index, memo) for device in shares.devices]
+        if torch.compiler.is_compiling():
+            return self._parts(value)
+        key = id(value), self.dim
+        if key not in memo:
+            memo[key] = self._parts(value)
+        return memo[key]
+
+    def _parts(self, value: Tensor) -> Sequence[Tensor]:
+        assert self.shares.sizes is not None
+        parts = split(value, self.shares.sizes, self.dim)
+        if not self.moves:
+            return parts
+        pairs = zip(parts, self.shares.devices, strict=True)
+        return [copy(part, device, self.flat, self.index) for part, device in pairs]
+
+    def summed(self, value: Tensor) -> Sequence[tuple[Tensor, Flat, int]] | None:
+        return [(value, self.flat, self.index)] if self.dim is None else None
+
+    def gradient(self, value: Tensor, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
+        if self.dim is None:
+            return sums[0]
+        if not parts:  # other processes have all rows
+            return torch.zeros_like(value)
+        return concat([home(part, value, self.flat, self.index) for part in parts], self.dim)
+
+    def planned(self, value: Tensor, shares: Partition) -> Iterator[PlannedLeaf]:
+        whole = nbytes_of(value)
+        if self.dim is None or shares.sizes is None:
+            nbytes = (whole,) * len(shares.slots)
+            yield PlannedLeaf(self.path, value.dtype, tuple(value.shape), "whole", None, nbytes, 0, 0)
+            return
+        nbytes = tuple([whole * size // max(1, value.shape[self.dim]) for size in shares.sizes])
+        how = f"split along dim {self.dim}"
+        yield PlannedLeaf(self.path, value.dtype, tuple(value.shape), how, shares.sizes, nbytes, 0, 0)
+
+    def kind(self, value: Tensor) -> Any:
+        rows = None if self.dim is None else self.dim % max(value.ndim, 1)
+        return value.dtype, value.device, [n for i, n in enumerate(value.shape) if i != rows]
+
+    def remade(self, value: Tensor, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
+        return make(value, self.dim)
+
+
+@final
+class ItemsPlan(LeafPlan):
+    """A list or tuple whose elements are rows."""
+
+    is_cut = True
+
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+        ranges = [rows for rows in map(self.shares.rows, range(len(self.shares.slots))) if rows is not None]
+        path = self.path
+        return [
+            to_device(value[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]", memo)
+            for rows, device in zip(ranges, self.shares.devices, strict=True)
+        ]
+
+    def gradient(self, value: Any, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
+        inner = flatten(value, self.path)
+        grads = leaves_up_to(inner.structure, type(value)(chain.from_iterable(parts)))
+        moved = [home(grad, inner.leaves[k], inner, k) for k, grad in enumerate(grads)]
+        return unflatten(inner.structure, moved)
+
+    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
+        ranges = [shares.rows(i) for i in range(len(shares.slots))]
+        parts = [value if rows is None else value[rows.start : rows.stop] for rows in ranges]
+        nbytes = tuple([sum(map(nbytes_of, tensors_in(part))) for part in parts])
+        yield PlannedLeaf(self.path, None, None, "split by items", shares.sizes, nbytes, 0, 0)
+
+    def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
+        return type(value)([item(value[i % len(value)], i) for i in range(rows)])
+
+
+@final
+class OpaquePlan(LeafPlan):
+    """A value that is no tensor, which every shard gets as it is."""
+
+    def tensors(self, value: Any) -> Sequence[Tensor]:
+        return ()
+
+    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
+        yield PlannedLeaf(self.path, None, None, "by reference", None, (0,) * len(shares.slots), 0, 0)
+
+
+class SlotsPlan(LeafPlan):
+    """What is on its slots already."""
+
+    is_cut = True
+
+    def tensors(self, value: Slots) -> Sequence[Tensor]:
+        return tensors_in(value.shards)
+
+    def paths_of(self, value: Any, tensor: Tensor) -> list[str]:
+        return super().paths_of(value.shards, tensor)
+
+    def cut(self, value: Slots, memo: Memo) -> Sequence[Any]:
+        return [value.shards[slot] for slot in self.shares.slots]
+
+    def wrong(self, value: Slots, where: str) -> list[str]:
+        return not_differentiable(value.shards[0], f"{self.path}[0]")
+
+    def planned(self, value: Slots, shares: Partition) -> Iterator[PlannedLeaf]:
+        rows = shares.sizes if isinstance(value, Sharded) and self.dim is not None else None
+        flats = [flatten(value.shards[slot], self.path) for slot in shares.slots]
+        for i, leaf in enumerate(flats[0].leaves):
+            is_tensor = isinstance(leaf, Tensor)
+            shape = tuple(leaf.shape) if is_tensor and rows is None else None
+            nbytes = tuple([sum(map(nbytes_of, tensors_in(flat.leaves[i]))) for flat in flats])
+            how = f"there, as a {type(value).__name__}"
+            yield PlannedLeaf(flats[0].path(i), leaf.dtype if is_tensor else None, shape, how, rows, nbytes, 0, 0)
+
+    def kind(self, value: Slots) -> Any:
+        inner = flatten(value.shards[0], "a shard", None if self.dim is None else 0)
+        return kinds(leaf_plans(inner, self.shares), inner)
+
+    def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
+        known = isinstance(value, Sharded) and (value.sizes is not None or self.dim is not None)
+        dims = self.dim if value.dims is AUTO else value.dims
+        flat = flatten(value.shards[0], "shard", dims if known else None)
+        plans = leaf_plans(flat, self.shares)
+        own = [plan.remade(leaf, rows, make, item) for plan, leaf in zip(plans, flat.leaves, strict=True)]
+        one = {"shards": (unflatten(flat.structure, own),), "devices": value.devices[:1], "peers": ALONE}
+        return dataclasses.replace(value, **one, sizes=(rows,) if known else None)
+
+
+@final
+class ReplicatedPlan(SlotsPlan):
+    """A `Replicated`: its gradient is one too, with the whole gradient on each slot."""
+
+    def summed(self, value: Replicated) -> Sequence[tuple[Tensor, Flat, int]] | None:
+        inner = flatten(value.shards[0], self.path)
+        return [(tensor, inner, i) for i, tensor in enumerate(inner.leaves)]
+
+    def gradient(self, value: Replicated, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
+        tree, name = unflatten(flatten(value.shards[0], self.path).structure, sums), f"grad of {self.path}"
+        return replicate_on(tree, value.devices, always=True, name=name, where="grad", peers=value.peers)
+
+
+@final
+class ShardedPlan(SlotsPlan):
+    """A `Sharded`: each slot has its part, and the gradient of it."""
+
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+        slots, shares = self.shares.slots, self.shares
+        if shares.sizes is None or all(a != b for a, b in pairwise(slots)):
+            return super().cut(value, memo)
+        dims = self.dim if value.dims is AUTO else value.dims
+        shards: list[Tree] = []
+        for slot in dict.fromkeys(slots):  # in microbatches
+            pieces = [i for i, s in enumerate(slots) if s == slot]
+            each: Any = [tuple([of[i] for i in pieces]) for of in (slots, shares.devices, shares.sizes)]
+            part = Partition(*each)
+            shards += place(flatten_args([(self.path, value.shards[slot], dims, "in_dims")], "microbatches")[0], part)
+        return shards
+
+    def wrong(self, value: Any, where: str) -> list[str]:
+        found = super().wrong(value, where)
+        if self.dim is None:
+            # Each slot would get the gradient of its own rows, and parameters would drift apart unnoticed.
+            raise ValueError(
+                f"{where}: {self.path} is a Sharded. If its shards are equal parameters, pass "
+                "fdp.Replicated(x.shards, x.devices); if they are parts of the batch, give its dim in in_dims"
+            )
+        if len(set(self.shares.slots)) < len(self.shares.slots):
+            raise ValueError(f"{where}: {self.path} is a Sharded, which cannot be differentiated in microbatches")
+        dims = self.dim if value.dims is AUTO else value.dims
+        inner = flatten_args([(self.path, value.shards[0], dims, "in_dims")], where)[0]
+        whole = [inner.path(i) for i, dim in enumerate(inner.specs) if dim is None]
+        if whole and not found:
+            raise ValueError(
+                f"{where}: {', '.join(whole[:10])} was not split, and each slot would hold a part of its gradient. "
+                "Pass it in an argument of its own"
+            )
+        return found
+
+    def gradient(self, value: Sharded, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
+        found = dict(zip(self.shares.slots, parts, strict=True))
+        shards = enumerate(value.shards)
+        grads = tuple([found[i] if i in found else tree_map(torch.zeros_like, shard) for i, shard in shards])
+        return dataclasses.replace(value, shards=grads)
+
+
+def leaf_plans(flat: Flat, shares: Partition, by_rows: Mapping[int, Partition] | None = None) -> tuple[LeafPlan, ...]:
+    """The plans of all leaves. Where tensors differ in their rows, `by_rows` has the shares for each number of them."""
+    paths = flat._replace(leaves=[])
+    found: list[LeafPlan] = []
+    for i, (value, dim) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
+        own = shares if by_rows is None else by_rows.get(rows_of(value, dim), shares)
+        found.append(_class_of(value, dim, own)(paths, i, value, own))
+    return tuple(found)
+
+
+def _class_of(value: Any, dim: Any, shares: Partition) -> type[LeafPlan]:
+    if isinstance(value, Tensor):
+        return TensorPlan
+    if isinstance(value, Slots):
+        return ReplicatedPlan if isinstance(value, Replicated) else ShardedPlan
+    return ItemsPlan if dim == "items" and shares.sizes is not None else OpaquePlan
+
+
+def kinds(plans: Sequence[LeafPlan], flat: Flat) -> Any:
+    """What draws may depend on of a flat tree."""
+    return str(flat.structure), str([plan.kind(leaf) for plan, leaf in zip(plans, flat.leaves, strict=True)])
+
+
+def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo) -> None:
+    """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
+    if not columns:  # other processes have all shards
+        return
+    for plan in plans:
+        for column, part in zip(columns, plan.cut(values[plan.index], memo), strict=True):
+            column[plan.index] = part
+
+
+def place(
+    flat: Flat, shares: Partition, memo: Memo | None = None, by_rows: Mapping[int, Partition] | None = None
+) -> list[Tree]:
+    """The tree of each shard. What has been placed before is in the `memo`."""
+    columns = [flat.leaves.copy() for _ in shares.slots]
+    plans = [plan for plan in leaf_plans(flat, shares, by_rows) if plan.is_cut or plan.moves]
+    put(plans, flat.leaves, columns, {} if memo is None else memo)
+    return [unflatten(flat.structure, column) for column in columns]

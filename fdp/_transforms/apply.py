@@ -27,7 +27,7 @@ from fdp._transforms.arguments import (
 from fdp._transforms.call import Call, CallKind, Known, State, run
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import MapOptions, Mapped
-from fdp._transforms.steps import begin, end, run_shards, says, shards_text
+from fdp._transforms.steps import begin, end, ran, run_shards, says
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
@@ -179,7 +179,7 @@ class Joining(CallKind):
     target: torch.device | None
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, run_shards), lambda plan: f"run {shards_text(plan)}")
+        run = Step(by_rows(known, run_shards), ran)
         return [*begin(known), run, *end(known), Step(join_outputs, says("join outputs"))], None
 
     def outputs(

@@ -207,6 +207,7 @@ def bind(call: Call) -> tuple[Plan, State]:
     plan = find(call.fn, signature)
     if plan is None:
         flat = flat_of(call)
+        given = held_in(flat.leaves)[0]  # a container may make its leaves anew
         plan = decide(call, flat, around, peers)
         plan = keep(call.fn, None if _has_values(flat) else signature, plan)
     else:

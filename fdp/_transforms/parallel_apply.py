@@ -17,7 +17,7 @@ from fdp._transforms.arguments import Arg, Options, check_function, keyword_args
 from fdp._transforms.call import Begun, Call, CallKind, Known, State, run
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import SlotOptions, Untold
-from fdp._transforms.steps import run_shards, says, shards_text
+from fdp._transforms.steps import ran, run_shards, says
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.tree import Flat
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
@@ -100,7 +100,7 @@ class StayingThere(CallKind):
         return slots, Partition(tuple(range(len(slots))), slots, sizes)
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, run_shards), lambda plan: f"run {shards_text(plan)}")
+        run = Step(by_rows(known, run_shards), ran)
         return [Step(place_own, says("copy to every slot")), run, Step(leave_there, says("leave results there"))], None
 
     def on_one(self) -> "StayingThere":

@@ -45,7 +45,16 @@ def end(known: Known) -> list[Step]:
 
 def says(text: str) -> Callable[[Plan], str]:
     """The same of any plan."""
-    return lambda plan: text
+    return partial(_said, text)
+
+
+def _said(text: str, plan: Plan) -> str:
+    return text
+
+
+def ran(plan: Plan) -> str:
+    """What is said of running the function."""
+    return f"run {shards_text(plan)}"
 
 
 def _replicated(plan: Plan) -> str:

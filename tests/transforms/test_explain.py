@@ -1,6 +1,7 @@
 """`explain`: what it says is what `dp_apply` does (copies: tests/accelerator)."""
 
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -369,3 +370,12 @@ def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(ValueError, match="params is a nested tensor, which cannot be planned with"):
         fdp.explain(lambda w, x: x, nested, numbers(6, 3), fdp.virtual_devices(2))
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_plan_can_be_sent_to_another_process(microbatches: Any):
+    fn = linear
+    if microbatches:
+        fn = fdp.value_and_grad(lambda w, x: (x @ w).mean(), devices=SLOTS, microbatches=microbatches)
+    plan = fdp.explain(fn, numbers(3), numbers(7, 3), *([] if microbatches else [SLOTS]))
+    assert str(pickle.loads(pickle.dumps(plan))) == str(plan)

@@ -4,6 +4,7 @@ Those of a function go with it. There is no lock: each step is one call of C, an
 one finds that of the other.
 """
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Hashable, Sequence
@@ -53,11 +54,11 @@ def kinds_of(leaves: Sequence[Any]) -> tuple[list[Any] | None, Sequence[Tensor],
     """What a plan may depend on of the leaves, if that can be said; all tensors in them; what is on slots already."""
     if torch.compiler.is_compiling():  # nothing is kept
         return None, *held_in(leaves)
-    try:
-        return [*map(type, leaves), *map(_kind_of_tensor, leaves)], leaves, ()
-    except (AttributeError, RuntimeError):  # not all are tensors, or one is nested
-        kinds = list(map(_kind_of, leaves))
-        return None if None in kinds else [*map(type, leaves), *kinds], *held_in(leaves)
+    if _TENSORS.issuperset(map(type, leaves)):
+        with contextlib.suppress(RuntimeError):  # one is nested
+            return [*map(type, leaves), *map(_kind_of_tensor, leaves)], leaves, ()
+    kinds = list(map(_kind_of, leaves))
+    return None if None in kinds else [*map(type, leaves), *kinds], *held_in(leaves)
 
 
 def held_in(leaves: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[tuple[int, Slots]]]:
@@ -66,6 +67,7 @@ def held_in(leaves: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[tuple[int
     return given, [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Slots)]
 
 
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _kind_of_tensor = operator.attrgetter("dtype", "device", "requires_grad", "layout", "shape")
 
 

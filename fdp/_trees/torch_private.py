@@ -228,6 +228,11 @@ unsafe_set_version_counter = _use("torch._C._autograd._unsafe_set_version_counte
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is to be called with the gradient of a leaf, or after it was added."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def storage(tensor: torch.Tensor) -> int:
     """The same number for all tensors with the memory of this one."""
     return tensor.untyped_storage()._cdata
@@ -250,7 +255,7 @@ has_any_global_hook = _use("torch.nn.modules.module._has_any_global_hook", "hook
 dict_version = _use(
     "torch._C._dynamo.guards.dict_version", "has a dict been written to? The compiler asks for its guards", "2.13"
 )
-_CACHE = "parametrizations are cached for the module, and not for the tensors that a shard has"
+_CACHE = "parametrizations are cached for the module, and not for the tensors of a call: refused"
 _cache_enabled = _use("torch.nn.utils.parametrize._cache_enabled", _CACHE)
 _VALIDATES = "torch.distributions.Distribution._validate_args"
 _use(_VALIDATES, "distributions look at values, where there are none")
@@ -267,8 +272,8 @@ if TYPE_CHECKING:  # else what is derived from it has an unknown base
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
-OperatorBase = _use("torch._ops.OperatorBase", "operators may be shared by the clones of a module")
-OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "operators may be shared by the clones of a module")
+OperatorBase = _use("torch._ops.OperatorBase", "behind an operator there is no module of a user")
+OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "behind an operator there is no module of a user")
 _builtins = _use("torch.jit._builtins", "torch.manual_seed is replaced, and scripts are to know it")
 
 

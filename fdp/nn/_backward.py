@@ -12,6 +12,7 @@ from fdp._transforms.arguments import check_function
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.differentiate import Differentiation
 from fdp._transforms.own_statistics import say_own
+from fdp._trees import torch_private
 from fdp._trees.graph import captured
 from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
@@ -70,7 +71,7 @@ def backward(
     The new buffers of all slots are joined and written to the module: floating-point ones are averaged. Attributes that
     forward or the loss sets on the clone are lost: make them buffers, or return them with `has_aux`. Nothing is kept
     between calls, so they follow `load_state_dict`, `.to()` and changes of the module. If the loss raises, gradients
-    and buffers are as they were. With `seed=` each call draws the same: make the function anew in each step, with another.
+    and buffers are as they were. With `seed=` each call draws the same: make the function anew in each step.
 
     Args:
         module: A module on one device, whose parameters have shapes.
@@ -177,16 +178,14 @@ def _write(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
 
 def _accumulate(params: Mapping[str, nn.Parameter], grads: dict[str, Tensor]) -> None:
     """Add gradients to those of the parameters, as `Tensor.backward` does."""
-    first = {name: params[name] for name in grads if params[name].grad is None and not _has_hooks(params[name])}
+    first = {
+        name: params[name] for name in grads if params[name].grad is None and not torch_private.has_hooks(params[name])
+    }
     for name, grad in own_gradients({name: grads[name] for name in first}, first).items():
         first[name].grad = grad
     others = [name for name in grads if name not in first]
     if others:
         torch.autograd.backward([params[name] for name in others], [grads[name].detach() for name in others])
-
-
-def _has_hooks(p: nn.Parameter) -> bool:
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Recipe:
         walk = Walk(module)
         self.params, self.buffers = dict.fromkeys(walk.params), dict.fromkeys(walk.buffers)
         self.numbers = {name: number for number, name in enumerate(chain(walk.params, walk.buffers), 1)}
-        self.names, self.has_both_kinds, self.registered = walk.names, walk.has_both_kinds, walk.registered
+        self.names, self.has_both_kinds = walk.names, walk.has_both_kinds
         self._is_clone = is_clone(module)
         self._refs, self.ids = list(map(weakref.ref, walk.modules)), list(map(id, walk.modules))
         self._kinds = [weakref.ref(type(part)) for part in walk.modules]

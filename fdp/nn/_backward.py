@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,14 +164,19 @@ def _say_left_out(value: Tensor, where: str) -> None:
 
 
 def _write(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Give the module the buffers that a slot has in the end: in place, where dtype and shape are the same."""
+    """Give the module the buffers that a slot has in the end: in place, where dtype and shape are the same.
+
+    Those of modules that forward has put in go with the clone.
+    """
     parts = dict(module.named_modules()) if buffers else {}
     for name, new in buffers.items():
         path, _, key = name.rpartition(".")
+        if path not in parts:
+            continue
         held = parts[path]._buffers
         own = held.get(key)
         if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape):
-            held[key] = new
+            held[key] = None if new is None else new.detach()
         elif not is_same(own, new):
             write(own, new)
 
@@ -204,15 +209,14 @@ class _OnSlot:
             say_own(self.module)
         given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
         if runs_in_place(recipe):
-            with in_place(self.module, recipe), swapped(self.module, given):
-                out = self.loss(self.module, *args, **kwargs)
+            with in_place(self.module, recipe):
+                _make_parameters(given, self.module.named_parameters())
+                with swapped(self.module, given):
+                    out = self.loss(self.module, *args, **kwargs)
             now: Any = {name: given[name] for name in buffers if isinstance(given[name], Tensor)}
         else:
+            _make_parameters(given, zip(recipe.numbers, recipe.tensors(states)[1:], strict=False))
             tensors = [None, *[given[name] for name in recipe.numbers], *recipe.others(states)]
-            for own, tensor in zip(recipe.tensors(states)[1:], tensors[1:], strict=True):
-                if type(tensor) is Tensor and isinstance(own, nn.Parameter):  # as which the loss may know it
-                    tensor.__class__ = type(own)
-                    vars(tensor).update(vars(own), **{OF_CLONE: True})
             root = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True}).modules[0]
             out = self.loss(root, *args, **kwargs)
             now = dict(root.named_buffers())
@@ -223,6 +227,14 @@ class _OnSlot:
             raise TypeError(f"backward: the loss must {hint}, got {type(out).__name__}")
         dims_of(out[1], self.aux_dims, "backward")
         return out[0], (out[1], now)
+
+
+def _make_parameters(given: Mapping[str, Tensor], own: Iterable[tuple[str, Any]]) -> None:
+    """Give tensors the class and the attributes of the parameters that they stand for: the loss may ask for them."""
+    for name, p in own:
+        if isinstance(p, nn.Parameter) and type(given[name]) is Tensor:
+            given[name].__class__ = type(p)
+            vars(given[name]).update(vars(p), **{OF_CLONE: True})
 
 
 @dataclasses.dataclass(frozen=True)

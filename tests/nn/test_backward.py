@@ -428,15 +428,16 @@ def test_a_gradient_penalty(count: int):
         assert p.grad is None or torch.allclose(p.grad, q.grad)  # pyright: ignore[reportArgumentType]
 
 
-def test_parameters_are_parameters():
+@pytest.mark.filterwarnings("ignore:Calls of this Sequential:UserWarning")
+@pytest.mark.parametrize("make", [mlp, in_place])
+def test_parameters_are_parameters(make: Callable[[], nn.Module]):
     def decayed(model: Any, x: Tensor, y: Tensor) -> Tensor:
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         return mse(model, x, y) + sum(p.square().sum() for p in model.parameters() if getattr(p, "decay", False))
 
-    model: Any = mlp()
-    model[0].weight.decay = True
-    one = copy.deepcopy(model)
-    one[0].weight.decay = True
+    model, one = seeded(make), seeded(make)
+    for each in (model, one):
+        each[0].weight.decay = True
     fdp.backward(model, decayed, devices=fdp.virtual_devices(2))(X, Y)
     decayed(one, X, Y).backward()
     assert_same_states(states(model), states(one), exact=False)
@@ -492,3 +493,15 @@ def test_names_of_keyword_arguments_are_free():
     fdp.backward(model, lambda model, x, params, self: mse(model, x, params), devices="cpu")(X, params=Y, self=Y)
     mse(one, X, Y).backward()
     assert_same_states(states(model), states(one), exact=True)
+
+
+def test_a_layer_that_forward_puts_in_goes_with_the_clone():
+    class Adding(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.added = nn.BatchNorm1d(3, affine=False)
+            return super().forward(self.added(input))
+
+    model = Adding(3, 2)
+    fdp.backward(model, mse, devices="cpu")(X, Y)
+    assert model.weight.grad is not None
+    assert not list(model.buffers())

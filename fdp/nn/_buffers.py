@@ -16,9 +16,10 @@ def keep_buffers(module: nn.Module, replica: nn.Module) -> None:
     swapped = vars(replica).get("tensors", {}) if isinstance(replica, InPlace) else None
     if swapped is None and "_is_replica" not in vars(replica):
         return  # somebody else's, who shares them or not
-    parts = dict(replica.named_modules()) if swapped is None else {}
-    names = {id(buffer): name for name, buffer in module.named_buffers()}
-    for path, part in module.named_modules():
+    written = [(path, part) for path, part in module.named_modules() if part._buffers]
+    parts = dict(replica.named_modules()) if swapped is None and written else {}
+    names = {id(buffer): name for name, buffer in module.named_buffers()} if swapped else {}
+    for path, part in written:
         for key, own in list(part._buffers.items()):
             if swapped is None:
                 value = parts[path]._buffers.get(key, own) if path in parts else own

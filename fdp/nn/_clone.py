@@ -32,6 +32,7 @@ class _NoHooks(OrderedDict[Any, Any]):
 
 _NONE = _NoHooks()
 _WITHOUT_HOOKS: dict[str, Any] = dict.fromkeys((*HOOKS, *_FLAGS), _NONE)
+_EMPTY: list[tuple[()]] = [()] * len(_WITHOUT_HOOKS)
 _new = object.__new__
 _put = vars(nn.Module)["__dict__"].__set__  # `object.__setattr__(module, "__dict__", ...)` takes longer
 
@@ -60,17 +61,21 @@ def clone(
     tensors: Sequence[Any],
     *,
     shares: bool = False,
+    outlives: bool = False,
     marks: Mapping[str, Any] | None = None,
 ) -> Clone:
     """New modules with the attributes of the module's, over tensors by number.
 
     If the clone `shares`, it has the lists, dicts and sets of the module in which there is no tensor or module of it.
+    If it `outlives` the call, hooks may be registered on it.
     """
     made: list[Any] = [*map(_new, recipe.kinds()), None]
-    common = {**_WITHOUT_HOOKS, **marks} if marks else _WITHOUT_HOOKS
+    common = {**_WITHOUT_HOOKS, **(marks or {})}
     for (children, params, buffers), state, module in zip(recipe.links, states, made, strict=False):
         own = state.copy()
         own.update(common)
+        if outlives:
+            own.update(zip(_WITHOUT_HOOKS, map(OrderedDict, _EMPTY), strict=True))
         own["_modules"] = {key: made[i] for key, i in children} if children else {}
         own["_parameters"] = {key: tensors[i] for key, i in params} if params else {}
         own["_buffers"] = {key: tensors[i] for key, i in buffers} if buffers else {}
@@ -83,14 +88,6 @@ def clone(
     for i in recipe.odd:
         copier.complete(recipe.parts[i], states[i], vars(made[i]))
     return Clone(made, [*plain, *copier.plain])
-
-
-def with_hooks(made: Clone) -> Clone:
-    """The clone, after a place for hooks was made in it: it outlives the call."""
-    for part in made.modules[:-1]:
-        own = vars(part)
-        own.update({key: OrderedDict() for key in _WITHOUT_HOOKS if own[key] is _NONE})
-    return made
 
 
 class _Copier:

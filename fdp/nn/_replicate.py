@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
 from fdp._trees.types import DeviceLike
-from fdp.nn._clone import clone, with_hooks
-from fdp.nn._copies import copies_of
+from fdp.nn._clone import clone
+from fdp.nn._copies import copies_of, own_copies_of
 from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
 from fdp.nn._recipe import Recipe, recipe_of
 
@@ -70,18 +70,20 @@ def replicas_of(
     detach: bool = False,
 ) -> list[M]:
     """Clones over the module's tensors and over copies of them; what is made `otherwise` if none can stand for it."""
-    named = named_tensors(module)
-    _check_replicable(module, named.values(), where)
     recipe, states = recipe_of(module)
+    named = (
+        dict(zip(recipe.numbers, recipe.tensors(states)[1:], strict=False)) if recipe.parts else _checked(module, where)
+    )
+    _refuse_lazy(named.values())
     made: list[Any] = []
-    for i, device in enumerate(devices):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-            tensors = copies_of(named, device, always=i > 0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        copies = [copies_of(named, devices[0]), *own_copies_of(named, devices[1:])]
+    for tensors in copies:
         if runs_in_place(recipe):
             made.append(otherwise(module, recipe, tensors))
             continue
         numbered = [None, *[tensors[name] for name in recipe.numbers], *recipe.others(states)]
-        made.append(with_hooks(clone(recipe, states, numbered, shares=True, marks=marks)).modules[0])
+        made.append(clone(recipe, states, numbered, shares=True, outlives=True, marks=marks).modules[0])
     return made
 
 
@@ -110,20 +112,20 @@ class InPlace(nn.Module):
         return getattr(vars(self)["_original"], name)
 
 
-def named_tensors(module: nn.Module) -> Tensors:
-    """Parameters and buffers by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _check_replicable(module: nn.Module, tensors: Iterable[Tensor], where: str) -> None:
-    if any(map(is_lazy, tensors)):  # the message is torch's
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
-            "correctly initialize the modules"
-        )
+def _checked(module: nn.Module, where: str) -> Tensors:
+    """The tensors of a module that has no recipe."""
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"the module's {path!r}" if path else "the module"
             raise RuntimeError(
                 f"{where}: {what} is scripted or traced, and cannot be replicated. Pass the Python module"
             )
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _refuse_lazy(tensors: Iterable[Tensor]) -> None:
+    if any(map(is_lazy, tensors)):  # the message is torch's
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
+            "correctly initialize the modules"
+        )

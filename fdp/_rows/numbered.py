@@ -160,7 +160,9 @@ class Called(NamedTuple):
 
     def is_certain(self) -> bool:
         """Whether it draws nothing: a fused operation whose dropout is off."""
-        return any(a.name in ("dropout_p", "dropout") and a.value == 0 for a in self.arguments)
+        given = {a.name: a.value for a in self.arguments}  # torch leaves out what has its default
+        schema = self.func._schema.arguments
+        return any(given.get(a.name, a.default_value) == 0 for a in schema if a.name in ("dropout_p", "dropout"))
 
     def is_dense(self) -> bool:
         """Whether the order of its elements in memory is that of their indices."""

@@ -288,6 +288,17 @@ def test_attention_which_has_rows_inside_for_a_while():
     equal_on(lambda d: fdp.dp_apply(attend, None, X.repeat(1, 2), d, **ROWS))
 
 
+def test_attention_without_dropout_draws_nothing():
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).double()  # so the kernel is called without its dropout
+    apply, state = fdp.functional(layer)
+
+    def attend(_: None, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 2, 4)
+        return F.dropout(apply(state, rows, rows, rows, need_weights=False)[0][0], 0.4)
+
+    equal_on(lambda devices: fdp.dp_apply(attend, None, X, devices, **ROWS))
+
+
 def test_what_is_on_its_slots_may_have_other_shapes_next_time():
     def run(devices: Any) -> list[Tensor]:
         held = [fdp.scatter(x, devices) for x in (X, X[:, :3], X[:5], X)]

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,10 +71,15 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
         p.grad = own.get(name)
 
 
+@torch.no_grad()
 def own_gradients(grads: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gradients that can be written to, one by one: those that share memory are copied."""
-    memory = Counter(map(_memory, [*grads.values(), *params.values()]))
-    return {key: _own(grad.detach(), params[key], alone=memory[_memory(grad)] == 1) for key, grad in grads.items()}
+    memory = list(map(_memory, chain(grads.values(), params.values())))
+    times = Counter(memory)
+    return {
+        key: _own(grad.detach(), params[key], alone=times[own] == 1)
+        for (key, grad), own in zip(grads.items(), memory, strict=False)
+    }
 
 
 _SEEN: dict[int, tuple[Any, dict[str, int]]] = {}
@@ -174,7 +180,6 @@ def _memory(tensor: Tensor) -> int:
     return id(inner) if inner.layout is not torch.strided else torch_private.storage(inner)
 
 
-@torch.no_grad()
 def _own(grad: Tensor, p: Tensor, *, alone: bool) -> Tensor:
     """A gradient that can be written to. `backward()` makes it with the parameter's strides, too."""
     if grad.layout is not torch.strided:

@@ -106,6 +106,7 @@ class State:
     Attributes:
         values: The leaves of the arguments, as they were given.
         given: All tensors in them.
+        around: What was around the call where it began.
         partition: The shards of this process.
         peers: What other processes do in the call; `flats` are the arguments as they know them.
         columns: The leaves of each shard.
@@ -124,11 +125,13 @@ class State:
     aliases: Any = ()
     is_used = False
 
-    def __init__(self, call: Call, plan: Plan, flat: Flat, given: Sequence[Tensor], peers: Peers) -> None:
+    def __init__(
+        self, call: Call, plan: Plan, flat: Flat, given: Sequence[Tensor], around: Around, peers: Peers
+    ) -> None:
         options = call.options
         self.call, self.fn, self.where = call, call.fn, options.where
         self.kind: Any = call.kind
-        self.flat, self.values, self.given, self.seed = flat, flat.leaves, given, options.seed
+        self.flat, self.values, self.given, self.around, self.seed = flat, flat.leaves, given, around, options.seed
         same = {"axis_name": options.axis_name, **seed_options(options.seed), "splits": plan.sizes is not None}
         self.peers: PeerCall
         self.of, self.flats = peers, [] if peers is ALONE else flat.each()
@@ -212,7 +215,7 @@ def bind(call: Call) -> tuple[Plan, State]:
         plan = keep(call.fn, None if _has_values(flat) else signature, plan)
     else:
         flat = flat._replace(specs=plan.specs)
-    return plan, State(call, plan, flat, given, peers)
+    return plan, State(call, plan, flat, given, around, peers)
 
 
 def flat_of(call: Call) -> Flat:
@@ -226,8 +229,9 @@ def flat_of(call: Call) -> Flat:
 def made_of(call: Call, flat: Flat) -> tuple[Plan, State]:
     """The plan and the state of a call with these leaves, in this process alone."""
     given = held_in(flat.leaves)[0]
-    plan = decide(call, flat, look_around(given), ALONE)
-    return plan, State(call, plan, flat, given, ALONE)
+    around = look_around(given)
+    plan = decide(call, flat, around, ALONE)
+    return plan, State(call, plan, flat, given, around, ALONE)
 
 
 def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:

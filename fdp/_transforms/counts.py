@@ -69,14 +69,14 @@ def _count_of(plan: Plan, state: State, column: Sequence[Any]) -> float:
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
         value = call_shard(state.kind.count, *state.arguments(inputs.build(leaves)))
-        found.append(_as_constant(value, state.where))
+        found.append(_as_constant(value, state.where, is_compiling=state.around.is_compiling))
         return leaves
 
     # Differentiated, to see whether it depends on the leaves.
-    if torch.compiler.is_compiling() or not inputs.tensors:
+    if state.around.is_compiling or not inputs.tensors:
         call(*inputs.tensors)
     elif plan.gradients.needs_func:
-        with recording():
+        with recording(state.around):
             torch.func.vjp(call, *inputs.tensors)
     else:
         with torch.enable_grad():
@@ -84,9 +84,9 @@ def _count_of(plan: Plan, state: State, column: Sequence[Any]) -> float:
     return found[0]
 
 
-def _as_constant(value: Any, where: str) -> float:
+def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float:
     if isinstance(value, Tensor):
-        if torch.compiler.is_compiling():
+        if is_compiling:
             raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
         if value.is_floating_point() and _is_differentiated(value):
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.slot import text_of
+from fdp._transforms.around import Around
 from fdp._transforms.call import State
 from fdp._transforms.dropped_buffers import RETURNED, Returned, say_dropped
 from fdp._trees import torch_private
@@ -108,7 +109,7 @@ def transformed(
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
         return [start, *peers.ends(), *counted], [*(out.loss for out in outs), *tensors]
 
-    with recording():
+    with recording(state.around):
         leaves = [leaf for own in inputs for leaf in own.tensors]
         made: Any = torch.func.vjp(losses, torch.zeros(0, device="cpu"), *leaves, has_aux=True)
         roots, vjp, rest = made
@@ -127,9 +128,9 @@ def transformed(
     return results
 
 
-def recording() -> contextlib.AbstractContextManager[object]:
+def recording(around: Around) -> contextlib.AbstractContextManager[object]:
     """As a context: torch.func differentiates, in inference mode too. In that of torch 2.11 it would find zeros."""
-    if _DIFFERENTIATES_IN_INFERENCE_MODE or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+    if _DIFFERENTIATES_IN_INFERENCE_MODE or not around.has_inference:
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
@@ -202,7 +203,7 @@ def forward(state: State, inputs: Inputs) -> Forward:
 
 def loss_of(state: State, leaves: Sequence[Any]) -> Out:
     """What the function returns for a shard."""
-    if torch.compiler.is_compiling():
+    if state.around.is_compiling:
         return _checked(state, state.run_shard(leaves))
     returned: list[Returned] = []
     token = RETURNED.set(returned)

@@ -7,7 +7,7 @@ from fdp._placement.leaves import place
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split_dims import flatten_args, plan_args
+from fdp._placement.split_dims import plan_tree
 from fdp._trees.prefix import named_spec
 from fdp._trees.profiling import stage
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Tree
@@ -42,7 +42,8 @@ def scatter(
         The shards. On a device where a tensor already is they are views.
 
     Raises:
-        ValueError: Rows disagree, a dim is out of range, `in_dims` is not a prefix, or a device does not exist.
+        ValueError: Rows disagree, a dim is out of range, `in_dims` is not a prefix, a list has a plain value for each
+            row and no spec that says what it is, or a device does not exist.
         TypeError: A numpy array under an int, or an object that holds tensors but is no tree.
     """
     peers = peers_of(devices)
@@ -50,11 +51,10 @@ def scatter(
     slots = as_devices(devices, "scatter")
     if isinstance(tree, Slots):
         raise TypeError(f"scatter: the tree is a {type(tree).__name__} already")
-    flats = flatten_args([("tree", tree, in_dims, "in_dims")], "scatter")
-    slots, plan = plan_args(flats, slots, weights, "scatter", keep_empty=keep_empty)
+    flat, plan = plan_tree(tree, "tree", in_dims, slots, weights, "scatter", keep_empty=keep_empty)
     with stage("scatter"):
-        shards = place(flats[0], plan)
-    dims = named_spec(flats[0].structure, flats[0].specs)
+        shards = place(flat, plan)
+    dims = named_spec(flat.structure, flat.specs)
     return Sharded(tuple(shards), plan.devices, plan.sizes, dims, peers=peers)
 
 

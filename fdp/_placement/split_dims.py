@@ -71,10 +71,11 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
     return spec
 
 
-def check_lists(flat: Flat, specs: Sequence[Any], rows: int | None, where: str) -> None:
+def check_lists(flat: Flat, specs: Sequence[Any], partition: Partition, where: str) -> None:
     """Raise if a list has a value for each row: each slot would get all of them. `specs` are those that were given."""
+    rows = sum(partition.sizes or ())
     are_values = [spec is not None and type(x) in _VALUES for x, spec in zip(flat.leaves, specs, strict=True)]
-    if not rows or sum(are_values) < rows:
+    if not rows or len(partition.slots) < 2 or sum(are_values) < rows:
         return
     for first, count, path in lists_in(flat):
         if count == rows and all(are_values[first : first + count]):
@@ -88,6 +89,25 @@ _VALUES = frozenset({int, float, complex, bool, str, bytes})
 
 
 # ---- one plan for all arguments
+
+
+def plan_tree(
+    tree: Tree,
+    name: str,
+    in_dims: Dims,
+    devices: Devices,
+    weights: Sequence[float] | None,
+    where: str,
+    *,
+    keep_empty: bool,
+) -> tuple[Flat, Partition]:
+    """The leaves of a tree that is split, and its plan."""
+    flat = flatten(tree, name, in_dims, "in_dims", where)
+    specs = list(flat.specs)
+    resolve([flat], where)
+    _, plan = plan_args([flat], devices, weights, where, keep_empty=keep_empty)
+    check_lists(flat, specs, plan, where)
+    return flat, plan
 
 
 def plan_args(

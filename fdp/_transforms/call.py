@@ -239,8 +239,7 @@ def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:
     options, specs = call.options, list(flat.specs)
     resolve([flat], options.where)
     slots, partition = call.kind.shares(flat, options)
-    if len(partition.slots) > 1 and partition.sizes is not None:
-        check_lists(flat, specs, sum(partition.sizes), options.where)
+    check_lists(flat, specs, partition, options.where)
     pieces = microbatched(partition, call.kind.microbatches)
     leaves = leaf_plans(flat, pieces)
     steps, gradients = call.kind.steps(Known(call, flat, pieces, leaves, around, peers))

@@ -12,7 +12,7 @@ from fdp._placement.moves import split
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import ALONE, Peers, Spread
 from fdp._placement.slot import is_forked
-from fdp._placement.split_dims import flatten_args, plan_args
+from fdp._placement.split_dims import plan_tree
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._peers import MeshPeers
@@ -88,14 +88,13 @@ class Mesh(Spread):
             ValueError, TypeError: As `scatter` does.
         """
         count, first = sum(self.slots), sum(self.slots[: self.rank])
-        flats = flatten_args([("batch", batch, in_dims, "in_dims")], "mesh.local")
         everybody = (torch.device("cpu"),) * count
         shares = None if weights is None else check_weights(weights, count, "mesh.local")
-        _, plan = plan_args(flats, everybody, shares, "mesh.local", keep_empty=True)
+        flat, plan = plan_tree(batch, "batch", in_dims, everybody, shares, "mesh.local", keep_empty=True)
         if plan.sizes is None:
             return batch
         before, own = sum(plan.sizes[:first]), sum(plan.sizes[first : first + len(self)])
-        flat, parts = flats[0], (before, own, sum(plan.sizes) - before - own)
+        parts = before, own, sum(plan.sizes) - before - own
 
         def cut(leaf: Any, spec: Any) -> Any:
             if spec is None:

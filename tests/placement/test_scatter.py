@@ -78,6 +78,31 @@ def test_the_same_list_may_be_split_here_and_whole_there():
     assert sharded[1] == {"mine": ["b"], "all": ["a", "b"]}
 
 
+NAMED = {"x": torch.ones(3, 2), "name": ["a", "b", "c"]}
+
+
+def of_a_mesh(**dims: Any) -> Any:
+    with fdp.distributed.init(devices=fdp.virtual_devices(2)) as mesh:
+        return mesh.local(NAMED, **dims)
+
+
+CUTS: dict[str, Any] = {
+    "scatter": lambda **dims: fdp.scatter(NAMED, fdp.virtual_devices(2), **dims),
+    "dp_apply": lambda **dims: fdp.dp_apply(lambda _, d: d["x"], None, NAMED, fdp.virtual_devices(2), **dims),
+    "mesh.local": of_a_mesh,
+}
+
+
+@pytest.mark.parametrize("where", CUTS)
+def test_a_list_with_a_value_for_each_row_needs_a_spec(where: str):
+    path = {"scatter": "tree", "dp_apply": "inputs", "mesh.local": "batch"}[where]
+    text = rf"^{where}: {path}\['name'\] is a list of as many values as there are rows, 3, .* 'items' .* or None"
+    with pytest.raises(ValueError, match=text):
+        CUTS[where]()
+    for spec in ("items", None):
+        CUTS[where](in_dims={"x": 0, "name": spec})
+
+
 def test_sparse_tensors_go_whole_only():
     sparse = torch.eye(4).to_sparse()
     with pytest.raises(TypeError, match=r"scatter: tree\['s'\] is a sparse tensor, which is not split.*to_dense.*None"):

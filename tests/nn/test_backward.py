@@ -495,6 +495,14 @@ def test_names_of_keyword_arguments_are_free():
     assert_same_states(states(model), states(one), exact=True)
 
 
+def test_wrong_names_in_kwarg_dims():
+    step = fdp.backward(mlp(), mse, devices="cpu", kwarg_dims={"z": 0})
+    with pytest.raises(
+        ValueError, match=r"^backward: kwarg_dims names \['z'\], but the keyword arguments are \['y'\]$"
+    ):
+        step(X, y=Y)
+
+
 def test_a_layer_that_forward_puts_in_goes_with_the_clone():
     class Adding(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

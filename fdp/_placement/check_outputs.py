@@ -10,7 +10,8 @@ from fdp._placement.check_dims import REDUCTIONS, check_out_dim
 from fdp._placement.devices import is_faking
 from fdp._placement.moves import copy, is_inexact, layers
 from fdp._trees.listing import listed
-from fdp._trees.tree import Flat, is_array
+from fdp._trees.opaque import is_array
+from fdp._trees.tree import Flat
 
 Weights = Sequence[float] | None
 

@@ -13,7 +13,8 @@ from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, odd_first
-from fdp._trees.tree import Flat, array_inside, flatten, lists_in
+from fdp._trees.opaque import array_inside
+from fdp._trees.tree import Flat, flatten, lists_in
 from fdp._trees.types import Devices, Dims, Tree
 
 _WHOLE = "pass None in in_dims"

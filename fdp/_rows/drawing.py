@@ -8,7 +8,7 @@ import torch
 
 from fdp._placement.slot import Slot
 from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
-from fdp._trees.tree import tensors_of_new
+from fdp._trees.tree import flatten_any
 
 T = TypeVar("T")
 
@@ -123,7 +123,8 @@ class RowDraws(Numbered):
         draws = self._draws.each
         if self._most < len(draws) and self._count:  # where there are no rows, torch may draw nothing
             raise DrawsDiffer(f"randomness='rows': {draws[self._most]} is not always drawn. {DEPENDS}")
-        if self._repeats is not None and any(tensor.requires_grad for tensor in tensors_of_new(result)):
+        leaves = [] if self._repeats is None else flatten_any(result, "out").leaves
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise RuntimeError(
                 f"randomness='rows': {self._repeats} is inside torch.utils.checkpoint, and a backward after this call "
                 "would draw other numbers. Differentiate within the call, as fdp.value_and_grad does"

@@ -1,32 +1,12 @@
-"""Containers that optree does not know, and objects that look like leaves but hold tensors."""
+"""Containers that optree does not know: dataclasses, and what is registered with torch's own pytrees."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, MappingView
-from types import GeneratorType
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from fdp._trees import torch_private
-from fdp._trees.inside import MOST_OBJECTS, TooManyError, find_inside
-from fdp._trees.untraced import constant_while_compiling
 
 NAMESPACE = "fdp"
-_LAZY = (
-    GeneratorType,
-    map,
-    filter,
-    zip,
-    type(iter([])),
-    type(iter(())),
-    MappingView,
-)  # what people write for a list or dict of tensors
-
-_NO_CACHE = "A model of transformers returns no cache with use_cache=False"
-_WAYS = (
-    f"Make it a dataclass, or register it with optree.register_pytree_node(..., namespace={NAMESPACE!r}). What all "
-    "slots are to share as it is, the function can close over"
-)
 
 NodeFunctions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
@@ -89,72 +69,3 @@ def _dataclass_node(cls: Any) -> NodeFunctions:
         return obj
 
     return lambda obj: ([getattr(obj, name) for name in names], None, names), unflatten
-
-
-class Refusal(NamedTuple):
-    """Why a value may not be a leaf, the path of a tensor inside it if that is why, and the way out."""
-
-    why: str
-    inside: str
-    way_out: str
-
-    def text(self, path: str) -> str:
-        """What is wrong with the leaf that stands at a path."""
-        return f"{path} is {self.why}" + f": {path}{self.inside} is one" * (self.inside != "")
-
-
-def refusal(obj: Any) -> Refusal | None:
-    """Why a value may not be a leaf: its tensors would be neither split nor moved."""
-    if isinstance(obj, torch.Tensor):  # of a class that is met for the first time
-        return None
-    if isinstance(obj, Packed):
-        return Refusal(
-            "a PackedSequence, which cannot be split by rows",
-            "",
-            "Pass the padded tensor and the lengths, and pack inside the function",
-        )
-    name = type(obj).__qualname__
-    if isinstance(obj, _LAZY):  # it may hold tensors, and to look inside would use it up
-        return Refusal(
-            f"a {name}, which one slot would use up",
-            "",
-            "Pass a list or a dict; for the parameters of a module fdp.functional(module)",
-        )
-    try:
-        found = _tensor_inside(obj)
-    except TooManyError:
-        return Refusal(
-            f"a {name} with more than {MOST_OBJECTS:,} objects inside, too many to look for tensors", "", _WAYS
-        )
-    if found is None and torch.compiler.is_compiling():
-        found = _tensor_in_traced(obj)
-    if found is None:
-        return None
-    if isinstance(obj, torch.nn.Module):
-        way_out = "Pass its tensors instead: apply, (params, buffers) = fdp.functional(module)"
-        return Refusal(f"the nn.Module {name}", "", way_out)
-    ways = f"{_WAYS}. {_NO_CACHE}" if name.endswith("Cache") else _WAYS
-    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", found, ways)
-
-
-@constant_while_compiling
-def _tensor_inside(obj: Any) -> str | None:
-    """The path of a tensor inside an object."""
-    if _is_scripted(obj):
-        return ""
-    found = find_inside(obj, lambda part: issubclass(type(part), torch.Tensor) or _is_scripted(part))
-    return None if found is None else found[0]
-
-
-def _tensor_in_traced(obj: Any) -> str | None:
-    """The same for an object that is made while compiling, and has not really anything inside."""
-    parts = vars(obj).items() if hasattr(obj, "__dict__") else ()
-    names = [f".{k}" for k, v in parts if any(isinstance(x, torch.Tensor) for x in torch_private.pytree.tree_leaves(v))]
-    return names[0] if names else None
-
-
-def _is_scripted(obj: Any) -> bool:
-    """Whether an object is a scripted module with tensors, which are in C++."""
-    if not issubclass(type(obj), torch.jit.ScriptModule):
-        return False
-    return any(True for _ in obj.parameters()) or any(True for _ in obj.buffers())

@@ -6,8 +6,6 @@ tensors is refused, because its tensors would silently be neither split nor move
 """
 
 import dataclasses
-import itertools
-import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
@@ -19,17 +17,15 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from fdp._trees import torch_private
-from fdp._trees.containers import NAMESPACE, Packed, Refusal, node_functions, refusal
+from fdp._trees.containers import NAMESPACE, Packed, node_functions
 from fdp._trees.listing import listed
+from fdp._trees.opaque import Refusal, refusal
 from fdp._trees.types import Tree
 from fdp._trees.untraced import constant_while_compiling
 
 PLAIN_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, torch.Size}
 HOLDERS: set[type] = set()
 _REGISTERING = threading.Lock()
-# Classes that a function defines each time it is called. optree would keep all of them for ever.
-_PASSING: deque[type] = deque()
-_MOST_PASSING = 256
 
 
 class TreeValueError(ValueError):
@@ -107,37 +103,13 @@ def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optr
     try:
         return by(tree, namespace=NAMESPACE)
     except RecursionError:
-        place = _inside_itself(tree, name or "tree")
-        if place is None:  # it is just deep
-            raise
-        path, outer, kind = place
-        problem = f"{path} is {outer} again, a {kind} that contains itself. A tree must have an end: leave it out"
+        problem = f"{name or 'a tree'} has no end: a container in it contains itself, or containers are nested too deep"
     raise ValueError(problem) if name is None else TreeValueError(problem)
 
 
 @constant_while_compiling
 def _trace_dicts() -> None:
     torch_private.trace_dicts()
-
-
-def _inside_itself(tree: Tree, name: str) -> tuple[str, str, str] | None:
-    """Where a container stands inside itself, its path and its type."""
-    above: dict[int, str] = {}
-    todo: list[tuple[Tree, str, bool]] = [(tree, name, True)]
-    while todo:
-        node, path, comes = todo.pop()
-        if not comes:
-            del above[id(node)]
-        elif id(node) in above:
-            return path, above[id(node)], type(node).__name__
-        elif node is not None and not is_leaf(node):
-            above[id(node)] = path
-            todo.append((node, path, False))
-            ends = itertools.chain((False,), itertools.repeat(True))  # not the node itself, which may be its own child
-            children, structure = optree.tree_flatten(node, lambda _, ends=ends: next(ends), namespace=NAMESPACE)
-            pairs = zip(children, optree.treespec_accessors(structure), strict=True)
-            todo += [(child, accessor.codify(path), True) for child, accessor in pairs][::-1]
-    return None
 
 
 def register_nodes(tree: Tree, name: str | None = None) -> None:
@@ -156,8 +128,7 @@ def register_nodes(tree: Tree, name: str | None = None) -> None:
 def _register(cls: type) -> bool:
     """Register a type of leaf with optree if it is a container in disguise; whether it was."""
     if issubclass(cls, torch.Tensor):
-        if not _is_passing(cls):  # else it would be kept for ever
-            PLAIN_LEAVES.add(cls)
+        PLAIN_LEAVES.add(cls)
         return False
     functions = node_functions(cls)
     if functions is None:
@@ -165,19 +136,7 @@ def _register(cls: type) -> bool:
     with _REGISTERING:
         if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
             optree.register_pytree_node(cls, *functions, path_entry_type=_Entry, namespace=NAMESPACE)
-            if _is_passing(cls):
-                _PASSING.append(cls)
-            if len(_PASSING) > _MOST_PASSING:  # one that is met again is registered again
-                optree.unregister_pytree_node(_PASSING.popleft(), namespace=NAMESPACE)
     return True
-
-
-def _is_passing(cls: type) -> bool:
-    """Whether nobody finds a class under its name, so that it is gone when nobody uses it any more."""
-    found: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is not cls
 
 
 class _Entry(optree.PyTreeEntry):

@@ -1,7 +1,5 @@
 """Trees: flattened into leaves with their specs, put together again, mapped. What is done with a tree is done here."""
 
-import contextlib
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +8,9 @@ import optree
 import torch
 
 from fdp._trees.containers import NAMESPACE
-from fdp._trees.inside import find_inside
 from fdp._trees.prefix import is_items, is_spec_leaf, matched, structure_with_items
 from fdp._trees.registry import PLAIN_LEAVES, TreeTypeError, TreeValueError, by_optree, flattened, register_nodes
 from fdp._trees.types import Dims, Tree
-from fdp._trees.untraced import constant_while_compiling
 
 
 class Flat(NamedTuple):
@@ -182,50 +178,4 @@ def tensors_in(tree: Tree) -> list[torch.Tensor]:
     return leaves if set(map(type, leaves)) <= _TENSORS else [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def tensors_of_new(tree: Tree) -> list[torch.Tensor]:
-    """All tensors of a tree, in any order; types in it may not have been met yet."""
-    found: list[torch.Tensor] = []
-    with contextlib.suppress(RecursionError):  # optree goes deeper, or says where it has no end
-        if _add_tensors(tree, found):
-            return found
-    register_nodes(tree)
-    return tensors_in(tree)
-
-
-def _add_tensors(tree: Tree, found: list[torch.Tensor]) -> bool:
-    """Add the tensors of a tree of builtin containers: quicker than optree, which asks of each leaf what it is."""
-    kind = type(tree)
-    if kind not in PLAIN_CONTAINERS:
-        found += [tree] if isinstance(tree, torch.Tensor) else []  # also of a class of the user's
-        return kind in PLAIN_LEAVES or tree is None
-    children = tree.values() if kind is dict else tree
-    if set(map(type, children)) <= _TENSORS:
-        found += children
-        return True
-    return all(_add_tensors(child, found) for child in children)
-
-
-PLAIN_CONTAINERS: set[type] = {dict, list, tuple}
-"""Their values, or they themselves, are all that is in them."""
-
-
 _TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a numpy array of at least one dimension, which may well have rows."""
-    array = getattr(sys.modules.get("numpy"), "ndarray", None)  # which another thread may be about to import
-    return array is not None and isinstance(leaf, array) and leaf.ndim > 0
-
-
-def array_inside(leaf: Any) -> tuple[str, tuple[int, ...]] | None:
-    """The path inside a leaf of such an array, empty if it is one itself, and its shape; None if there is none."""
-    if is_array(leaf):
-        return "", leaf.shape
-    return None if type(leaf) in PLAIN_LEAVES or "numpy" not in sys.modules else _array_in_object(leaf)
-
-
-@constant_while_compiling
-def _array_in_object(obj: Any) -> tuple[str, tuple[int, ...]] | None:
-    found = find_inside(obj, is_array, lambda part: type(part) not in PLAIN_LEAVES)
-    return None if found is None else (found[0], found[1].shape)

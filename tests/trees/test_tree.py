@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import gc
 import types
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -134,25 +132,6 @@ def test_a_dataclass_that_cannot_be_rebuilt():
         TypeError, match=r"cannot rebuild the dataclass NeedsMore from its fields .*; register it with optree"
     ):
         fdp.scatter(NeedsMore(numbers(3), 2), SLOTS)
-
-
-def test_dataclasses_of_a_function_go_when_it_is_done():
-    """As in a training step that defines its batch. The last 256 are kept, in case they are met again."""
-
-    def define() -> Any:
-        return dataclasses.make_dataclass("Defined", ["x"])
-
-    def step() -> type:
-        batch = define()(numbers(2))
-        assert_same_tree(fdp.dp_apply(lambda _, batch: batch, None, batch, SLOTS), batch)
-        assert_same_tree(fdp.gather(fdp.scatter(first(batch.x), SLOTS)), first(batch.x))
-        return type(batch)
-
-    first, defined = define(), weakref.WeakSet[type]()
-    for _ in range(300):
-        defined.add(step())
-    gc.collect()
-    assert len(defined) <= 256
 
 
 # ---- None
@@ -524,32 +503,32 @@ LOOP: list[Any] = [X2]
 LOOP.append(LOOP)
 ENDLESS: dict[str, tuple[str, Callable[[], Any]]] = {
     "input": (
-        r"dp_apply: inputs\[1\]\['a'\]\[1\] is inputs\[1\] again, a dict that contains itself. A tree must have an end",
+        r"dp_apply: inputs\[1\] has no end: a container in it contains itself, or containers are nested too deep",
         lambda: fdp.dp_apply(torch.add, None, (X2, endless(X2)), SLOTS),
     ),
-    "list in itself": (r"scatter: tree\[1\] is tree again, a list", lambda: fdp.scatter(LOOP, SLOTS)),
+    "list in itself": (r"scatter: tree has no end", lambda: fdp.scatter(LOOP, SLOTS)),
     "params": (
-        r"dp_apply: params\['a'\]\[1\] is params again",
+        r"dp_apply: params has no end",
         lambda: fdp.dp_apply(torch.add, endless(X2), X2, SLOTS),
     ),
     "dataclass": (
-        r"scatter: tree.parent\[0\].parent is tree again, a Node that contains itself",
+        r"scatter: tree has no end",
         lambda: fdp.scatter(ring(X2), SLOTS),
     ),
     "output": (
-        r"dp_apply: out\['a'\]\[1\] is out again, a dict",
+        r"dp_apply: out has no end",
         lambda: fdp.dp_apply(lambda w, x: endless(x), None, X2, SLOTS),
     ),
     "dims": (
-        r"dp_apply: in_dims\['a'\]\[1\] is in_dims again",
+        r"dp_apply: in_dims has no end",
         lambda: fdp.dp_apply(torch.add, None, {"a": X2}, SLOTS, in_dims=endless(0)),
     ),
     "collective": (
-        r"tree\['a'\]\[1\] is tree again",
+        r"tree has no end",
         lambda: fdp.dp_apply(lambda w, x: fdp.psum(endless(x)), None, X2, SLOTS),
     ),
     "aux": (
-        r"\['a'\]\[1\] is (aux|tree\[\d\]|tree) again",
+        r"(aux|tree) has no end",
         lambda: fdp.grad(lambda w, x: (w * x.mean(), endless(x)), has_aux=True, devices=SLOTS)(X2[0], X2),
     ),
 }

@@ -1,0 +1,159 @@
+"""Objects that are no trees: every slot gets them as they are, and those with tensors inside are refused.
+
+The search goes through the `__dict__` and slots of objects and through builtin containers. No code of the object's
+class runs.
+"""
+
+import functools
+import io
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, MappingView
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from fdp._trees import torch_private
+from fdp._trees.containers import NAMESPACE, Packed
+from fdp._trees.untraced import constant_while_compiling
+
+MOST_OBJECTS = 10_000  # some 20 ms
+TOO_MANY = object()
+"""What stands for all that is inside an object beyond that."""
+
+# Nothing is inside these, or the state of the whole program. What a function closes over, or a method is bound to, is
+# shared on purpose.
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_ENDS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref)
+_ENDS += (threading.Thread, logging.Logger, logging.Handler, io.IOBase)
+_LISTS = (list, tuple, deque, set, frozenset)
+# What people write for a list or dict of tensors.
+_USED_UP = (types.GeneratorType, map, filter, zip, type(iter([])), type(iter(())), MappingView)
+
+_WAYS = (
+    f"Make it a dataclass, or register it with optree.register_pytree_node(..., namespace={NAMESPACE!r}). What all "
+    "slots are to share as it is, the function can close over"
+)
+_NO_CACHE = "A model of transformers returns no cache with use_cache=False"
+
+
+def inside(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What is inside an object, the outermost first, each with its path: `._store['x']`. `TOO_MANY` comes last."""
+    todo, seen = deque([("", obj)]), {id(obj)}
+    while todo:
+        path, holder = todo.popleft()
+        for step, part in _parts(holder):
+            if id(part) in seen:
+                continue
+            if len(seen) > MOST_OBJECTS:
+                yield "", TOO_MANY
+                return
+            seen.add(id(part))
+            yield path + step, part
+            todo.append((path + step, part))
+
+
+def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
+    if issubclass(type(holder), _ENDS):
+        return
+    items: Any = ()
+    if issubclass(type(holder), dict):
+        items = dict.items(holder)
+    elif type(holder) is types.MappingProxyType:
+        items = holder.items()
+    elif (kind := next((cls for cls in _LISTS if issubclass(type(holder), cls)), None)) is not None:
+        each = kind.__iter__(holder)
+        items = ((None, x) for x in each) if kind in (set, frozenset) else enumerate(each)
+    for key, part in items:
+        if type(part) not in _ATOMS:
+            yield f"[{key!r}]" if type(key) in (str, int) else "[...]", part
+    for name, part in _attributes(holder):
+        if type(part) not in _ATOMS:
+            yield f".{name}", part
+
+
+def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
+    for name, member in _members(type(holder)):
+        try:
+            value = member.__get__(holder)
+        except AttributeError:  # a slot that is not set
+            continue
+        yield from value.items() if name == "__dict__" else [(name, value)]
+
+
+@functools.lru_cache(256)
+def _members(cls: type) -> list[tuple[str, Any]]:
+    """The slots that instances have, their `__dict__` among them."""
+    own = [(name, member) for each in cls.__mro__ for name, member in vars(each).items()]
+    slots = types.MemberDescriptorType, types.GetSetDescriptorType
+    return [(n, m) for n, m in own if type(m) is slots[0] or (n == "__dict__" and type(m) is slots[1])]
+
+
+class Refusal(NamedTuple):
+    """Why a value may not be a leaf, the path of a tensor inside it if that is why, and the way out."""
+
+    why: str
+    inside: str
+    way_out: str
+
+    def text(self, path: str) -> str:
+        """What is wrong with the leaf that stands at a path."""
+        return f"{path} is {self.why}" + f": {path}{self.inside} is one" * (self.inside != "")
+
+
+def refusal(obj: Any) -> Refusal | None:
+    """Why a value may not be a leaf: its tensors would be neither split nor moved."""
+    if isinstance(obj, torch.Tensor):  # of a class that is met for the first time
+        return None
+    name = type(obj).__qualname__
+    if isinstance(obj, Packed):
+        way_out = "Pass the padded tensor and the lengths, and pack inside the function"
+        return Refusal("a PackedSequence, which cannot be split by rows", "", way_out)
+    if isinstance(obj, _USED_UP):  # to look inside would use it up
+        way_out = "Pass a list or a dict; for the parameters of a module fdp.functional(module)"
+        return Refusal(f"a {name}, which one slot would use up", "", way_out)
+    path, found = _tensor_inside(obj) or (_tensor_in_traced(obj) if torch.compiler.is_compiling() else ("", None))
+    if found is None:
+        return None
+    if found is TOO_MANY:
+        why = f"a {name} with more than {MOST_OBJECTS:,} objects inside, too many to look for tensors"
+        return Refusal(why, "", _WAYS)
+    if isinstance(obj, torch.nn.Module):
+        way_out = "Pass its tensors instead: apply, (params, buffers) = fdp.functional(module)"
+        return Refusal(f"the nn.Module {name}", "", way_out)
+    ways = f"{_WAYS}. {_NO_CACHE}" if name.endswith("Cache") else _WAYS
+    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", path, ways)
+
+
+@constant_while_compiling
+def _tensor_inside(obj: Any) -> tuple[str, Any] | None:
+    kinds = torch.Tensor, torch.jit.ScriptModule  # the tensors of the latter are in C++
+    if issubclass(type(obj), kinds):
+        return "", obj
+    return next((each for each in inside(obj) if each[1] is TOO_MANY or issubclass(type(each[1]), kinds)), None)
+
+
+def _tensor_in_traced(obj: Any) -> tuple[str, Any]:
+    """The same for an object that is made while compiling, and has not really anything inside."""
+    parts = vars(obj).items() if hasattr(obj, "__dict__") else ()
+    names = [f".{k}" for k, v in parts if any(isinstance(x, torch.Tensor) for x in torch_private.pytree.tree_leaves(v))]
+    return (names[0], obj) if names else ("", None)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is a numpy array of at least one dimension, which may well have rows."""
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)  # which another thread may be about to import
+    return array is not None and isinstance(leaf, array) and leaf.ndim > 0
+
+
+@constant_while_compiling
+def array_inside(leaf: Any) -> tuple[str, tuple[int, ...]] | None:
+    """The path inside a leaf of such an array, empty if it is one itself, and its shape; None if there is none."""
+    if type(leaf) in _ATOMS or "numpy" not in sys.modules:
+        return None
+    return next(((path, x.shape) for path, x in chain([("", leaf)], inside(leaf)) if is_array(x)), None)

@@ -76,6 +76,7 @@ def _kept(title: str, out: Path) -> Tried | None:
 
 def _tried(title: str, library: Library, options: argparse.Namespace) -> Tried:
     """Each model of a library."""
+    vision_models.prepare_torchvision()
     for module in library.modules:  # before the processes are forked
         importlib.import_module(module)
     names = [name for name in library.names() if not options.only or name in options.only]

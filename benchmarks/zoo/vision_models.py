@@ -1,9 +1,11 @@
 """timm and torchvision: the smallest model of each family, on small images."""
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,23 @@ def size_of(name: str) -> tuple[int, int]:
 
 def image(*shape: int) -> Tensor:
     return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@cache
+def prepare_torchvision() -> None:
+    """Let torchvision be imported beside a torch without CUDA.
+
+    Its published wheels are built for CUDA, and then its compiled operators do not load. The models tried here call
+    none of them, but the import of the package asks for two by name.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    try:
+        torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
+    except OSError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def timm_families() -> list[str]:

@@ -182,7 +182,6 @@ PRIVATE = {
     "tests/distributed/test_chain.py": "exchanges of one call by themselves, to any order of derivative",
     "tests/distributed/test_notices.py": "when a process says that it waits long, without waiting so long",
     "tests/nn/test_parallel_apply.py": "GPUs of different size",
-    "tests/trees/test_tensors_in.py": "containers of which nothing is known, without a call that gets to know them",
     "tests/trees/test_torch_private.py": "private names of torch, of which that file is the list",
 }
 

@@ -16,6 +16,7 @@ from fdp._collectives.api import ppermute as ppermute
 from fdp._collectives.api import psum as psum
 from fdp._collectives.api import psum_scatter as psum_scatter
 from fdp._collectives.checkpoint import checkpoint_context as checkpoint_context
+from fdp._execution.fold_in import fold_in as fold_in
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices
 from fdp._placement.leaf_plan import PlannedLeaf as PlannedLeaf
@@ -27,7 +28,6 @@ from fdp._placement.replicated import Replicated as Replicated
 from fdp._placement.scatter import gather as gather
 from fdp._placement.scatter import scatter as scatter
 from fdp._placement.sharded import Sharded as Sharded
-from fdp._placement.slot import fold_in as fold_in
 from fdp._placement.transfers import Collective as Collective
 from fdp._placement.transfers import Transfer as Transfer
 from fdp._placement.transfers import transfers as transfers

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fdp._execution.forks import check_process
 from fdp._execution.thread_state import why_not_together
-from fdp._placement.slot import AXES, IN_PLACE, Axis, check_process
+from fdp._placement.slot import AXES, IN_PLACE, Axis
 from fdp._trees import torch_private
 
 AxisName = str | Sequence[str]

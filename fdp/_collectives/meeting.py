@@ -19,11 +19,12 @@ from fdp._collectives.axes import check_can_meet, inside
 from fdp._collectives.combine import Taken, combined
 from fdp._collectives.operations import Kinds, Operation
 from fdp._execution.run import Follows, Run
-from fdp._placement.slot import AXES, Axis, text_of
+from fdp._placement.slot import AXES, Axis
 from fdp._placement.transfers import report_collective
 from fdp._trees.describe import lines_of
 from fdp._trees.listing import differing
 from fdp._trees.profiling import stage
+from fdp._trees.tracebacks import text_of
 
 _ADVICE = "All shards must call the same collectives in the same order"
 _IN_A_GRADIENT = (

@@ -10,13 +10,15 @@ import torch
 from fdp._execution.baton import HERE
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.in_order import InOrder
+from fdp._execution.in_slot import run_in_slot
 from fdp._execution.process_lock import is_held_here
 from fdp._execution.run import Failures, Take
 from fdp._execution.seeds import Seed
 from fdp._execution.side_by_side import SideBySide
 from fdp._execution.thread_state import why_not_beside
 from fdp._placement.peers import ALONE_IN_CALL, PeerCall
-from fdp._placement.slot import AXES, Slot, run_in_slot, text_of
+from fdp._placement.slot import AXES, Slot
+from fdp._trees.tracebacks import text_of
 from fdp._trees.types import Executor
 
 

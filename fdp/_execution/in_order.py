@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any, final
 
 from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
+from fdp._execution.forks import is_forked
 from fdp._execution.run import Failures, Run, Take, Task
 from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
-from fdp._placement.slot import AXES, Slot, is_forked
+from fdp._placement.slot import AXES, Slot
 from fdp._trees import torch_private
 
 

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fdp._execution.baton import Stop
+from fdp._execution.forks import check_process, is_forked
+from fdp._execution.in_slot import run_in_slot
 from fdp._placement.peers import PeerCall
-from fdp._placement.slot import Slot, check_process, is_forked, run_in_slot, text_of
+from fdp._placement.slot import Slot
 from fdp._trees import torch_private
+from fdp._trees.tracebacks import text_of
 
 Task = Callable[[], Any]
 Take = Callable[[int, Any], None]

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from fdp._execution.baton import HERE, TurnState
+from fdp._execution.fold_in import fold_in
 from fdp._execution.generators import OwnGenerators
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import Hold
-from fdp._placement.slot import Slot, fold_in
+from fdp._placement.slot import Slot
 from fdp._trees.types import Randomness
 
 

@@ -26,12 +26,13 @@ from typing import Any, final
 import torch
 
 from fdp._execution.baton import HEARS, Stop
+from fdp._execution.forks import is_forked
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
 from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
-from fdp._placement.slot import Slot, is_forked
+from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 from fdp._trees.at_once import at_once
 

@@ -6,6 +6,7 @@ more than a slot records. Numbers below `FLOOR` are for what slots meet in, insi
 """
 
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -14,7 +15,6 @@ from queue import SimpleQueue
 
 import torch
 
-from fdp._placement.slot import start_apart
 from fdp._trees import torch_private
 from fdp._trees.at_once import at_once
 
@@ -36,7 +36,9 @@ class SlotThread:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
         self.number = 0
         try:
-            start_apart(threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True))
+            thread = threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True)
+            # From a Python without its lock it would get a copy of this context, and keep alive all that is in it.
+            contextvars.Context().run(thread.start)
         except BaseException:  # an interrupt, whose traceback would keep this object and so the thread
             self.end()
             raise

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -34,7 +34,6 @@ class Replicated(Slots):
     """
 
     dims: Dims | Auto = None
-    _one: ClassVar[str] = "fdp.unreplicate(x)"
 
     def map(self, fn: Callable[..., Tree], *others: "Replicated") -> "Replicated":
         """Apply a function to the trees of every slot: the update of a state that stays on its slots.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 
@@ -25,7 +25,6 @@ class Slots(Located):
     sizes: tuple[int, ...] | None = None
     dims: Dims | Auto = AUTO
     peers: Peers = dataclasses.field(default=cast(Peers, None), kw_only=True)  # the compiler knows None, and not ALONE
-    _one: ClassVar[str] = "fdp.gather(x)"
 
     def __post_init__(self) -> None:
         if self.peers is None:
@@ -46,11 +45,6 @@ class Slots(Located):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({"peers": ALONE} | state)
 
-    @property
-    def processes(self) -> Peers | None:
-        """`peers`, or None if this process is alone."""
-        return None if self.peers is ALONE else self.peers
-
     def __len__(self) -> int:
         return len(self.shards)
 
@@ -68,33 +62,6 @@ class Slots(Located):
             f"{type(self).__name__} of tuples or lists, x.shards for the shards. An optimizer takes the tensors of one "
             "device: give it module.parameters(), and write fdp.set_grads(module, grads)"
         )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise cls._no_tensor(getattr(func, "__name__", str(func)).strip("_"))
-
-    @classmethod
-    def _no_tensor(cls, name: str) -> TypeError:
-        return TypeError(
-            f"torch's {name} got a {cls.__name__}, which has a tree for each slot. x[i] is that of slot i, "
-            f"{cls._one} is one for all; fdp.parallel_apply(fn, x) runs fn on each slot"
-        )
-
-    if not TYPE_CHECKING:  # who writes a wrong name is to be told
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint, first = "", vars(self).get("shards", ((),))[0]  # before it is built there are none
-            if not name.startswith("_") and hasattr(first, name):
-                kind = "tensor" if isinstance(first, torch.Tensor) else kind_of(first)
-                hint = f". The {kind} of slot i has it: x[i].{name}. fdp.parallel_apply(fn, x) runs fn on each slot"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
-        def _operate(self, *_: Any) -> NoReturn:
-            raise self._no_tensor("operators")
-
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
-        __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __neg__ = __abs__ = _operate
-        __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     __reversed__ = __iter__
 

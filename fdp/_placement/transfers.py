@@ -1,4 +1,4 @@
-"""The log of copies between devices, and of what slots exchange."""
+"""Who watches what calls do: the log of copies between devices, and what `explain` and tests want to know."""
 
 import contextlib
 import contextvars
@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 
 
@@ -26,8 +27,55 @@ class Transfer(NamedTuple):
     target: torch.device
 
 
-# Shards run in copies of their caller's context, also in other threads: they see its logs and write to the same lists.
-_LOGS: contextvars.ContextVar[tuple[list[Transfer], ...]] = contextvars.ContextVar("fdp_transfers", default=())
+class Collective(NamedTuple):
+    """One collective over all slots of a call.
+
+    Attributes:
+        name: `"psum"`, ...; that of the function that was called.
+        tensors: How many tensors each slot brings.
+        nbytes: The size of those of slot 0.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+class Watch:
+    """Is told of what calls do in its context.
+
+    Attributes:
+        copies: Those between devices.
+        collectives: What slots exchange.
+        differences: What differs from one device: where they are wanted, they are no warnings.
+    """
+
+    def __init__(self, differences: list[str] | None = None) -> None:
+        self.copies: list[Transfer] = []
+        self.collectives: list[Collective] = []
+        self.differences = differences
+
+    def on_shard(self, slot: Slot, when: str) -> None:
+        """A shard is about to run: `"before"`, or has run: `"after"`."""
+
+
+# Shards run in copies of their caller's context, also in other threads: they see its watches and write to the same.
+WATCHES: contextvars.ContextVar[tuple[Watch, ...]] = contextvars.ContextVar("fdp_watches", default=())
+
+
+@contextlib.contextmanager
+def watched(watch: Watch, *, alone: bool = False) -> Iterator[Watch]:
+    """Have it told, `alone` or with those that are open around."""
+    token = WATCHES.set((watch,) if alone else (*WATCHES.get(), watch))
+    try:
+        yield watch
+    finally:
+        WATCHES.reset(token)
+
+
+def differences() -> list[str] | None:
+    """Where to write down what differs from one device; None: in warnings."""
+    return next((watch.differences for watch in WATCHES.get() if watch.differences is not None), None)
 
 
 @contextlib.contextmanager
@@ -48,22 +96,8 @@ def transfers() -> Iterator[list[Transfer]]:
     Yields:
         A list that grows: of each copy the path, bytes, source and target.
     """
-    log: list[Transfer] = []
-    token = _LOGS.set((*_LOGS.get(), log))
-    try:
-        yield log
-    finally:
-        _LOGS.reset(token)
-
-
-@contextlib.contextmanager
-def only(log: list[Transfer]) -> Iterator[None]:
-    """Write copies to this log alone: for those that are open around, nothing moves."""
-    token = _LOGS.set((log,))
-    try:
-        yield
-    finally:
-        _LOGS.reset(token)
+    with watched(Watch()) as watch:
+        yield watch.copies
 
 
 class Named(Protocol):
@@ -76,32 +110,14 @@ def report(tensor: torch.Tensor, target: torch.device, flat: Named, index: int) 
     """Write to the open logs that a leaf is copied to another device; its path is found only if there are any."""
     if torch.compiler.is_compiling():  # a traced function cannot read context variables
         return
-    for log in _LOGS.get():
-        log.append(Transfer(flat.path(index), nbytes_of(tensor), tensor.device, target))
-
-
-class Collective(NamedTuple):
-    """One collective over all slots of a call.
-
-    Attributes:
-        name: `"psum"`, ...; that of the function that was called.
-        tensors: How many tensors each slot brings.
-        nbytes: The size of those of slot 0.
-    """
-
-    name: str
-    tensors: int
-    nbytes: int
-
-
-COLLECTIVES: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar("fdp_collectives", default=None)
+    for watch in WATCHES.get():
+        watch.copies.append(Transfer(flat.path(index), nbytes_of(tensor), tensor.device, target))
 
 
 def report_collective(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Write down that slots meet, if somebody wants to know."""
-    log = COLLECTIVES.get()
-    if log is not None:
-        log.append(Collective(name, len(tensors), sum(map(nbytes_of, tensors))))
+    """Say that slots meet."""
+    for watch in WATCHES.get():
+        watch.collectives.append(Collective(name, len(tensors), sum(map(nbytes_of, tensors))))
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

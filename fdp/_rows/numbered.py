@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fdp._execution.fold_in import fold_in
 from fdp._execution.generators import generators_of
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import Slot, fold_in
+from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 
 T = TypeVar("T")

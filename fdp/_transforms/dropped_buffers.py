@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fdp._placement.moves import layers
-from fdp._transforms.own_statistics import FOUND, say_once
+from fdp._placement.transfers import differences
+from fdp._transforms.own_statistics import say_once
 from fdp._trees import torch_private
 from fdp._trees.listing import names
 from fdp._trees.tree import tensors_in
@@ -45,7 +46,7 @@ def say_dropped(returned: list[Returned], aux: Tree, where: str) -> None:
     """Say of which modules the result has no new buffers."""
     kept = {_memory(x) for x in tensors_in(aux)}
     for module, buffers in returned:
-        if FOUND.get() is None and kept.isdisjoint(map(_memory, buffers.values())):
+        if differences() is None and kept.isdisjoint(map(_memory, buffers.values())):
             what = f"new buffers of a {type(module).__name__} in train mode: {names(list(buffers))}"
             say_once(_SAID, module, f"{where}: the loss does not return the {what}. {_WAY_OUT}", UserWarning)
 

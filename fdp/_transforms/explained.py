@@ -12,11 +12,10 @@ from fdp._placement.peers import ALONE
 from fdp._placement.plan import Plan
 from fdp._placement.planned_leaves import of_arguments
 from fdp._placement.slot import current_slot
-from fdp._placement.transfers import COLLECTIVES, Collective, Transfer, only
+from fdp._placement.transfers import Collective, Transfer, Watch, watched
 from fdp._transforms.around import look_around
 from fdp._transforms.call import Call, carry_out, decide, flat_of, made_of
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
-from fdp._transforms.own_statistics import FOUND
 from fdp._transforms.plans import held_in
 from fdp._trees.tree import Flat
 from fdp._trees.types import Function, Tree
@@ -24,8 +23,10 @@ from fdp._trees.types import Function, Tree
 
 def explained(call: Call) -> Plan:
     """What a call will do: its plan, and what its steps do with tensors without data."""
-    log: list[Transfer] = []
-    with APART, Fakes() as fakes, only(log):
+    differences = list[str]()
+    watch, problem, joined = Watch(differences), None, None
+    log = watch.copies
+    with APART, Fakes() as fakes, watched(watch, alone=True):
         flat = flat_of(call)
         given = held_in(flat.leaves)[0]
         plan = decide(call, flat, look_around(given), ALONE)
@@ -33,9 +34,6 @@ def explained(call: Call) -> Plan:
         fakes.has_graph = has_autograd(plan.slots)
         dry = Dry(call.fn, log, fakes, plan.gradients is not None)
         own = call._replace(fn=dry, options=call.options._replace(seed=None), kind=call.kind.dry())
-        problem, joined = None, None
-        collectives, differences = list[Collective](), list[str]()
-        tokens = COLLECTIVES.set(collectives), FOUND.set(differences)
         try:
             with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
                 leaves = [fakes.of(leaf) for leaf in flat.leaves]
@@ -44,20 +42,19 @@ def explained(call: Call) -> Plan:
             if not dry.has_failed and not isinstance(error, fakes.unknown):
                 raise
             problem = problem_of(error, fakes)
-            del log[dry.before :], collectives[:]
-        finally:
-            COLLECTIVES.reset(tokens[0])
-            FOUND.reset(tokens[1])
+            del log[dry.before :], watch.collectives[:]
     copies, results = tuple(log), [dry.results[place] for place in sorted(dry.results)]
     arguments = of_arguments(plan.leaves, flat.leaves, plan.partition, copies[: dry.before])
     outputs = None if problem is not None else call.kind.outputs(plan, flat.leaves, results, joined, dry.joins())
     return dataclasses.replace(
         plan,
-        executor=_executor(collectives, executor_of(Mode(call.options.executor, call.options.seed), len(plan.places))),
+        executor=_executor(
+            watch.collectives, executor_of(Mode(call.options.executor, call.options.seed), len(plan.places))
+        ),
         arguments=tuple(arguments),
         outputs=None if outputs is None else tuple(outputs),
         differences=tuple(dict.fromkeys(differences)),
-        collectives=tuple(collectives),
+        collectives=tuple(watch.collectives),
         copies=copies,
         problem=problem,
     )

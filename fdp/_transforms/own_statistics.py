@@ -1,12 +1,12 @@
 """Batch norms that take the statistics of a slot's own rows, which are not those of one device: said once a module."""
 
-import contextvars
 import weakref
 from typing import Any
 
 from torch import nn
 
 from fdp._placement.slot import AXES
+from fdp._placement.transfers import differences
 from fdp._trees import torch_private
 from fdp._trees.listing import names
 from fdp._trees.tracebacks import warn
@@ -25,8 +25,6 @@ class BatchNormWarning(UserWarning):
 
 BatchNormWarning.__module__ = "fdp.nn"
 
-FOUND: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("fdp_own_statistics", default=None)
-"""Where these are written down in place of the warning."""
 _SAID: dict[int, Any] = {}
 
 
@@ -42,7 +40,7 @@ def takes_own(part: nn.Module) -> bool:
 
 def say_own(module: nn.Module) -> None:
     """Say that a module has such parts, if it runs on several slots."""
-    found = FOUND.get()
+    found = differences()
     if found is None and id(module) in _SAID:
         return
     count = max((axis.slot.count for axis in AXES.get()), default=1)

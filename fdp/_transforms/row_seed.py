@@ -12,7 +12,7 @@ from torch import Tensor
 from fdp._execution.seeds import Seed
 from fdp._placement.leaves import kinds
 from fdp._placement.plan import Plan
-from fdp._placement.transfers import only
+from fdp._placement.transfers import Watch, watched
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
 from fdp._rows.noting import Notes, joined, two_numbers
 from fdp._transforms.call import Known, State, carry_out, made_of
@@ -90,7 +90,7 @@ def _draws(plan: Plan, state: State) -> tuple[Draw, ...]:
         notes = Notes(rows)
         one = {"devices": state.device, "weights": None, "executor": "sequential", "seed": Seed(0, "rows", notes)}
         call = state.call._replace(options=state.call.options._replace(**one), kind=state.kind.on_one())
-        with _apart(state.where), Fakes() as fakes, only([]):
+        with _apart(state.where), Fakes() as fakes, watched(Watch(), alone=True):
             fakes.has_graph = not torch_private.is_transformed()
             make, item = partial(_made, state.where, notes, fakes), partial(_item, notes, fakes)
             try:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdp._placement.slot import text_of
 from fdp._transforms.around import Around
 from fdp._transforms.call import State
 from fdp._transforms.dropped_buffers import RETURNED, Returned, say_dropped
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
 from fdp._trees.registry import flattened
+from fdp._trees.tracebacks import text_of
 from fdp._trees.tree import flatten, tensors_in, unflatten
 from fdp._trees.types import Tree
 

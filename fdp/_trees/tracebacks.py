@@ -73,6 +73,14 @@ def hide_frames(error: BaseException) -> None:
         todo += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says, if it can say something."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text raises {type(broken).__name__})"
+
+
 def warn(text: str, category: type[Warning] = UserWarning, *, once_a_line: bool = True) -> None:
     """Warn at the line of the user's that has led here; Python shows what one line says once, unless told otherwise."""
     frame = sys._getframe()

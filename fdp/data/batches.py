@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fdp._execution.fold_in import fold_in
 from fdp._placement.peers import Spread
-from fdp._placement.slot import fold_in
 from fdp._trees.listing import quoted
 from fdp._trees.registry import register_leaf
 from fdp.data.collate import collate

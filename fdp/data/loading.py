@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fdp._placement.slot import fold_in
+from fdp._execution.fold_in import fold_in
 from fdp._trees.types import Tree
 from fdp.data.collate import Collate, collate_none
 from fdp.data.sample_seeds import keeping_generators, seed_generators

@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from fdp._execution.fold_in import fold_in
 from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import fold_in
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import CheckpointFiles
 from fdp.distributed._portable import check, data_of, outline, pack, room_for, unpack

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fdp._placement.moves import bytes_of
-from fdp._placement.slot import text_of
 from fdp._trees import torch_private
+from fdp._trees.tracebacks import text_of
 from fdp.distributed._buckets import Packing, kind_of
 from fdp.distributed._notices import NOTICES, Notices
 from fdp.distributed._underway import PendingOperation, has_been_left, leave_off

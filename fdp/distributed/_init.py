@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fdp._execution.forks import is_forked
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.partition import balanced
-from fdp._placement.slot import is_forked
 from fdp._trees.types import Devices
 from fdp.distributed._communicator import Communicator, first_sentence
 from fdp.distributed._meeting_place import meeting_place

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fdp._placement.slot import text_of
+from fdp._trees.tracebacks import text_of
 from fdp.distributed._rank import Output, failure, has_returned, returned, run_rank
 
 StartMethod = Literal["auto", "fork", "spawn"]

@@ -8,10 +8,10 @@ from typing import Any, Self, final
 import torch
 import torch.distributed as dist
 
+from fdp._execution.forks import is_forked
 from fdp._placement.moves import split
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import ALONE, Peers, Spread
-from fdp._placement.slot import is_forked
 from fdp._placement.split_dims import plan_tree
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fdp._placement.slot import AXES, is_forked
+from fdp._execution.forks import is_forked
+from fdp._placement.slot import AXES
 from fdp.distributed._communicator import Communicator
 from fdp.distributed._session import Tag, meet
 from fdp.distributed._underway import leave

@@ -16,7 +16,7 @@ from typing import Any, TextIO, final
 
 import torch
 
-from fdp._placement.slot import text_of
+from fdp._trees.tracebacks import text_of
 
 _STREAMS = ((1, "stdout"), (2, "stderr"))
 _PR_SET_PDEATHSIG = 1

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from fdp._placement.slot import text_of
 from fdp._trees.listing import differing
+from fdp._trees.tracebacks import text_of
 from fdp.distributed._communicator import Communicator, Elsewhere
 
 

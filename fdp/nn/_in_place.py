@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
 from fdp._placement.slot import IN_PLACE
-from fdp._transforms.own_statistics import FOUND, say_once
+from fdp._placement.transfers import differences
+from fdp._transforms.own_statistics import say_once
 from fdp._trees import torch_private
 from fdp.nn._recipe import Recipe
 
@@ -32,7 +33,7 @@ def in_place(module: nn.Module, recipe: Recipe) -> Iterator[None]:
         "a module that can only be called in place",
         f"because {why}, and others would call it meanwhile. Pass executor='sequential', or remove what leads back",
     )
-    if recipe.in_place and FOUND.get() is None:
+    if recipe.in_place and differences() is None:
         text = f"Calls of this {type(module).__name__} run on the module itself, one at a time: {why}. {_WHAT_FOLLOWS}"
         say_once(_SAID, module, text, UserWarning)
     with exclusively():

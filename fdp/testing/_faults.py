@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import Literal
 
-from fdp._placement.slot import ON_SHARD, Slot
+from fdp._placement.slot import Slot
+from fdp._placement.transfers import Watch, watched
 
 
 @dataclasses.dataclass
@@ -61,29 +62,31 @@ def fail_slot(
     if when not in ("before", "after"):
         raise ValueError(f"fail_slot: when must be 'before' or 'after', got {when!r}")
     _made(error, slot)  # now, rather than in a shard
-    return _failing((slot, axis_name, when), error, times)
+    return _failing(_Failing((slot, axis_name, when), error, times))
+
+
+class _Failing(Watch):
+    """Lets a slot of an axis fail, before or after it runs."""
+
+    def __init__(self, where: tuple[int, str, str], error: object, times: int | None) -> None:
+        super().__init__()
+        self._where, self._error, self._times = where, error, times
+        self.fault, self._lock = Fault(), threading.Lock()
+
+    def on_shard(self, slot: Slot, when: str) -> None:
+        if (slot.index, slot.axis_name, when) != self._where:
+            return
+        with self._lock:  # shards may run side by side
+            if self._times is not None and self.fault.fired >= self._times:
+                return
+            self.fault.fired += 1
+        raise _made(self._error, slot.index)
 
 
 @contextlib.contextmanager
-def _failing(where: tuple[int, str, str], error: object, times: int | None) -> Iterator[Fault]:
-    fault, outer, lock = Fault(), ON_SHARD.get(), threading.Lock()
-
-    def watch(place: Slot, moment: str) -> None:
-        if outer is not None:
-            outer(place, moment)
-        if (place.index, place.axis_name, moment) != where:
-            return
-        with lock:  # shards may run side by side
-            if times is not None and fault.fired >= times:
-                return
-            fault.fired += 1
-        raise _made(error, place.index)
-
-    token = ON_SHARD.set(watch)
-    try:
-        yield fault
-    finally:
-        ON_SHARD.reset(token)
+def _failing(watch: _Failing) -> Iterator[Fault]:
+    with watched(watch):
+        yield watch.fault
 
 
 def _made(error: object, slot: int) -> BaseException:

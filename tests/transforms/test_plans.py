@@ -223,25 +223,6 @@ def test_a_plan_keeps_no_tensor_and_no_function():
     assert [each() for each in held] == [None] * len(held)
 
 
-def test_tensor_classes_of_a_function_go_when_it_is_done():
-    def call() -> weakref.ref[type]:
-        class Own(Tensor):
-            pass
-
-        def double(_: Any, x: Any) -> Any:
-            assert type(x) is Own
-            return x * 2
-
-        x = numbers(4).as_subclass(Own)
-        for _ in range(2):
-            assert torch.equal(fdp.dp_apply(double, None, x, SLOTS), x * 2)
-        return weakref.ref(Own)
-
-    held = [call() for _ in range(20)]
-    gc.collect()
-    assert [each() for each in held] == [None] * 20
-
-
 class Node:
     """A container whose metadata says of no other whether it is equal."""
 

@@ -2,11 +2,22 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str]]:
+    """The page's blocks, each with the number of lines above it. A fence that says ```py is shown and not run."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        indent, code = match.groups()
+        yield text.count("\n", 0, match.start(2)), re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
 
 
 @functools.cache

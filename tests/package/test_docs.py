@@ -1,26 +1,16 @@
 """Every ```python block of README.md and docs/ runs, page by page: a page is one program."""
 
 import doctest
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.common.pages import ROOT, blocks
+
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: Path) -> Iterator[tuple[int, str]]:
-    """The page's blocks, each with the number of lines above it. A fence that says ```py is shown and not run."""
-    text = page.read_text(encoding="utf-8")
-    for match in BLOCK.finditer(text):
-        indent, code = match.groups()
-        yield text.count("\n", 0, match.start(2)), re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

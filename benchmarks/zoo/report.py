@@ -9,6 +9,7 @@ from benchmarks.zoo.check import ALONE, BUILD, CACHE, DIFFERS, DRAWS, KEEPS, MEE
 
 BEGIN, END = "<!-- made by `make zoo`: begin -->", "<!-- made by `make zoo`: end -->"
 SHOWN = 160  # characters of a reason
+NOT_ABOUT_FDP = {ALONE, BUILD, SLOW}  # only named on the page; the reasons are in the files of --out
 
 
 class Tried(NamedTuple):
@@ -47,7 +48,7 @@ def _reasons(each: Mapping[str, Verdict]) -> list[str]:
         by_reason: defaultdict[str, list[str]] = defaultdict(list)
         for name, verdict in each.items():
             if verdict.kind == kind:
-                by_reason[_short(verdict.why)].append(name)
+                by_reason["" if kind in NOT_ABOUT_FDP else _short(verdict.why)].append(name)
         if not by_reason:
             continue
         lines += [f"**{kind[0].upper()}{kind[1:]}** ({sum(map(len, by_reason.values()))})", ""]

@@ -24,8 +24,8 @@ def page(text: str, found: Mapping[str, Tried]) -> str:
     versions = {name: version for tried in found.values() for name, version in tried.versions.items()}
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     parts = [f"Versions: {told}.", "", *summary(found)]
-    for title, tried in found.items():
-        parts += ["", f"### {title}", "", *_reasons(tried.verdicts)]
+    parts += ["", "| library | | | models |", "|---|---|---|---|"]
+    parts += [row for title, tried in found.items() for row in _rows(title, tried.verdicts)]
     body = "\n".join([BEGIN, "", *parts, END])
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
 
@@ -42,24 +42,24 @@ def summary(found: Mapping[str, Tried]) -> list[str]:
     return lines
 
 
-def _reasons(each: Mapping[str, Verdict]) -> list[str]:
-    lines: list[str] = []
+def _rows(title: str, each: Mapping[str, Verdict]) -> list[str]:
+    """A row for each kind of verdict: how many models, and which, with the reasons."""
+    rows: list[str] = []
     for kind in (WORKS, CACHE, RAISES, DIFFERS, MEETS, DRAWS, KEEPS, ALONE, BUILD, SLOW):
         by_reason: defaultdict[str, list[str]] = defaultdict(list)
         for name, verdict in each.items():
             if verdict.kind == kind:
                 by_reason["" if kind in NOT_ABOUT_FDP else _short(verdict.why)].append(name)
-        if not by_reason:
-            continue
-        lines += [f"**{kind[0].upper()}{kind[1:]}** ({sum(map(len, by_reason.values()))})", ""]
-        for why, names in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0])):
-            models = ", ".join(f"`{name}`" for name in sorted(names))
-            lines.append(f"- {models}: {why}" if why else f"- {models}")
-        lines.append("")
-    return lines
+        models = [
+            ", ".join(f"`{name}`" for name in sorted(names)) + (f": {why}" if why else "")
+            for why, names in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
+        ]
+        if models:
+            rows.append(f"| {title} | {kind} | {sum(map(len, by_reason.values()))} | {'; '.join(models)} |")
+    return rows
 
 
 def _short(why: str) -> str:
-    """In one line, with no marks that markdown would take for its own."""
+    """In one line, with no marks that a table of markdown would take for its own."""
     text = why if len(why) <= SHOWN else why[:SHOWN] + "…"
-    return f"`{text.replace('`', chr(39))}`" if text else ""
+    return f"`{text.replace('`', chr(39)).replace('|', '/')}`" if text else ""

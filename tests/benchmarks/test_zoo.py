@@ -155,4 +155,4 @@ def test_the_page_counts_what_could_be_compared():
     assert page.startswith("before\n")
     assert page.endswith("\nafter")
     assert "old" not in page
-    assert "- `Failing`: `RuntimeError: not the module's own`" in page
+    assert "`Failing`: `RuntimeError: not the module's own`" in page

@@ -45,11 +45,6 @@ def ensembles() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def batch_norm() -> SimpleNamespace:
-    return page("batch_norm")
-
-
-@pytest.fixture(scope="module")
 def unequal_gpus() -> SimpleNamespace:
     return page("unequal_gpus")
 
@@ -400,50 +395,6 @@ def test_torchopt_on_replicas(executor: Any):
         want, want_state = update(want, torch.func.grad(contrastive_on_one_device)(want, *pairs(11)), want_state)
     for slot in range(4):
         assert_close_tree((params[slot], state[slot]), (want, want_state))
-
-
-# ---- the statistics of a BatchNorm
-
-
-def images(rows: int) -> Tensor:
-    return numbers(rows, 3, 4, 2) + torch.arange(rows)[:, None, None, None]  # means of slots are far apart
-
-
-@each_count
-@pytest.mark.parametrize("rows", [13, 4])
-def test_pooled_statistics_are_those_of_the_whole_batch(batch_norm: Any, slots: int, rows: int):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.ReLU()).double()
-    with torch.no_grad():
-        model(images(5))  # statistics that are not those of a new layer
-    apply, (params, buffers) = fdp.functional(model)
-    buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-    devices, x = fdp.virtual_devices(slots), images(rows)
-
-    _, shards = fdp.dp_apply(apply, (params, buffers), x, devices, out_dims=(0, "list"))
-    counts = [4 * 2 * size for size in fdp.scatter(x, devices).sizes or ()]
-    _, means = fdp.dp_apply(apply, (params, buffers), x, devices, out_dims=(0, "mean"))
-    _, want = apply((params, buffers), x)
-    assert_close_tree(batch_norm.pool(buffers, shards, counts), want)
-    torch.testing.assert_close(means["0.running_mean"], want["0.running_mean"])
-    if slots > 1:
-        assert (means["0.running_var"] < 0.98 * want["0.running_var"]).all()
-
-
-def test_a_network_evaluates_with_pooled_statistics(batch_norm: Any):
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
-    apply, (params, buffers) = fdp.functional(model)
-    devices = fdp.virtual_devices(3)
-    want = buffers
-    for rows in (12, 7, 10):
-        x = numbers(rows, 6) + rows
-        _, shards = fdp.dp_apply(apply, (params, buffers), x, devices, out_dims=(0, "list"))
-        buffers = batch_norm.pool(buffers, shards, fdp.scatter(x, devices).sizes)
-        _, want = apply((params, want), x)
-    assert_close_tree(buffers, want)
-    model.eval()
-    x = numbers(5, 6)
-    assert_close_tree(fdp.dp_apply(apply, (params, buffers), x, devices), apply((params, want), x))
 
 
 # ---- unequal devices

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
 
@@ -46,8 +47,7 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
     streams that run side by side, storage that can be looked at, DLPack, pinned memory, functions as `map_location` of
     `torch.load`, and `torch.compile`. Autocast, `nn.LSTM`, `nn.GRU` and packed sequences raise here; try them with
     `virtual_devices`, on the CPU. `ctc_loss` takes lengths on the device only. Tied parameters come apart in
-    `Module.to`: tie them afterwards. In a backward, what a hook, a recomputed checkpoint or an operation on virtual
-    tensors raises ends the process; an `autograd.Function` may raise.
+    `Module.to`: tie them afterwards.
 
     Args:
         count: Number of devices, at least 1.
@@ -78,7 +78,9 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
         if real is not None:
             raise RuntimeError(f"{where}: there is a real accelerator, {str(real)!r}; hide it from this process")
         virtual.create(count)
-        backend_registration._setup_privateuseone_for_python_backend(virtual.NAME, backend_module=virtual)
+        backend_registration._setup_privateuseone_for_python_backend(
+            virtual.NAME, backend_module=virtual, device_guard=_Guard()
+        )
         _kernels.append(_kernels_without_a_tensor())
         _follow_current_device()
         torch.serialization.register_package(0, lambda storage: None, _placed)
@@ -151,14 +153,45 @@ def _resolve(value: Any) -> Any:
     return virtual.resolve(value) if is_current else value
 
 
+class _Guard(torch._C._acc.DeviceGuard):
+    """What torch asks for the kind of device, around every node of a backward.
+
+    It asks also while an error of Python's is on its way through torch, and there an error in the answer ends the
+    process. So the error is put aside; torch then says that it has none, and `run_here` raises it.
+    """
+
+    def type_(self) -> Any:
+        try:
+            object()  # fails if an error is on its way
+        except SystemError as error:
+            _RAISED.error = error.__cause__
+        return DeviceType.PrivateUse1
+
+
+class _Raised(threading.local):
+    error: BaseException | None = None
+
+
+_RAISED = _Raised()
+
+
 def _run_backward_in_calling_thread() -> None:
     # Autograd would hand over to a thread for each device, and of those it knows one (PythonDeviceGuard::deviceCount).
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return run(*args, **kwargs)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                return run(*args, **kwargs)
+        except SystemError:
+            error, _RAISED.error = _RAISED.error, None
+            if error is None:
+                raise
+        try:
+            raise error
+        finally:
+            del error  # no cycle
 
     modules: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
     for module in modules:

@@ -329,6 +329,50 @@ def test_a_backward_runs_in_the_thread_that_starts_it():
     assert set(seen) == {threading.get_ident()}
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return no(grads[0])
+
+
+def no(grad: Tensor) -> Tensor:
+    raise ValueError("not this one")
+
+
+def fails_again() -> Callable[[Tensor], Tensor]:
+    calls = iter([torch.sin])
+    return lambda x: next(calls, no)(x).cos()
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
+    y = x * 2
+    y.register_hook(hook)
+    return y
+
+
+IN_BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "function": (Fails.apply, "not this one"),
+    "hook": (lambda x: hooked(x, no), "not this one"),
+    "operation": (lambda x: hooked(x, lambda g: g + torch.ones(2, device=ONE)), "to be on the same device"),
+    "checkpoint": (lambda x: checkpoint(fails_again(), x, use_reentrant=False), "not this one"),
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_what_is_raised_in_a_backward_arrives(name: str):
+    use, message = IN_BACKWARD[name]
+    x = torch.ones(2, device=TWO, requires_grad=True)
+    for _ in range(20):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            use(x).sum().backward()
+    (x * 2).sum().backward()
+    assert x.grad is not None
+
+
 def test_it_works_from_many_threads():
     def work(i: int) -> float:
         with torch.accelerator.device_index(i % 4):

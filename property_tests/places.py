@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.testing import install_virtual_accelerator
+from tests.accelerator.double import install
 from tests.common.containers import mapped
 from tests.common.virtual import VirtualTensor
 
@@ -18,7 +18,7 @@ ACCELERATOR = os.environ.get("ACCELERATOR", "")
 if ACCELERATOR not in ("", "virtual"):
     raise ValueError(f"ACCELERATOR is {ACCELERATOR!r}; expected 'virtual', or nothing")
 if ACCELERATOR:
-    install_virtual_accelerator(4)
+    install(4)
 
 CPU = torch.device("cpu")
 PLACES = fdp.available_devices() if ACCELERATOR else (CPU,)

@@ -32,12 +32,14 @@ def mean(tree: Tree, axis_name: AxisName, count: int, weight: Any) -> Tree:
     if weight is not None:
         weight = _checked(weight, [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)])
         whole = reduced(WEIGHT, weight, axis_name, Sum)
-        if _value(whole) == 0:
+        value, sum_of_all = _values([weight, whole])
+        _check_value(value)
+        if sum_of_all == 0:
             raise ValueError("pmean: all weights are 0, and the mean over nothing is not defined")
         if isinstance(whole, float):  # 1e-60 is 0 in float32; scaled by a power of two, which is exact, it is not
             exponent = math.frexp(whole)[1]
             weight, whole = math.ldexp(weight, -exponent), math.ldexp(whole, -exponent)
-        leaves = [_share(leaf, weight) for leaf in leaves]
+        leaves = [_share(leaf, weight, value) for leaf in leaves]
     sums = flatten(reduced("pmean", unflatten(flat.structure, leaves), axis_name, Sum), "tree").leaves
     pairs = zip(flat.leaves, sums, strict=True)
     means = [(x / whole).to(leaf.dtype) if isinstance(leaf, Tensor) else x / float(whole) for leaf, x in pairs]
@@ -50,36 +52,40 @@ def _checked(weight: Any, dtypes: Sequence[torch.dtype]) -> Any:
     if not (is_tensor and weight.ndim == 0 and not weight.is_complex()) and not isinstance(weight, (int, float)):
         got = f"a tensor of {weight.dtype} with shape {tuple(weight.shape)}" if is_tensor else repr(weight)
         raise TypeError(f"pmean: weight must be a number, a 0-dim tensor or 'rows', got {got}")
-    value = _value(weight)
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"pmean: weight must be finite and not negative, got {value}")
     if not is_tensor:
+        _check_value(weight)  # that of a tensor is read once, with the sum
         return weight
     reals = [dtype.to_real() for dtype in dtypes]
     wide = functools.reduce(torch.promote_types, reals, accumulator(weight.dtype))
     return weight.to(wide if is_inexact(weight) else torch.int64)
 
 
-def _share(leaf: Any, weight: Any) -> Any:
+def _check_value(weight: Any) -> None:
+    if weight is not None and not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"pmean: weight must be finite and not negative, got {weight}")
+
+
+def _share(leaf: Any, weight: Any, value: Any) -> Any:
     """What a slot adds to the sum. One of weight 0 adds nothing, by selection: NaN times 0 is NaN."""
-    value = _value(weight)
     if not isinstance(leaf, Tensor):
         return leaf * float(weight) if value != 0 else 0.0
-    if value == 0 and (not _is_differentiated(weight) or _value(leaf.isfinite().any()) is False):
+    if value == 0 and (not _is_differentiated(weight) or _values([leaf.isfinite().any()]) == [False]):
         return _Nothing.apply(leaf) * weight
     if value is None or value == 0:  # what is finite has a part in the gradient of the weight
         leaf = torch.where((weight == 0) & ~leaf.isfinite(), torch.zeros_like(leaf), leaf)
     return leaf * weight
 
 
-def _value(x: Any) -> Any:
-    """The number that a number or tensor is; None if that cannot be told: under `vmap` it may be many."""
-    if not isinstance(x, Tensor):
-        return x
+def _values(xs: Sequence[Any]) -> list[Any]:
+    """What numbers or tensors are, in one read; None where that cannot be told: under `vmap` it may be many."""
+    if not isinstance(xs[0], Tensor):
+        return list(xs)
     if torch.compiler.is_compiling():
-        return None
-    wrapped = layers(x)
-    return None if any(torch_private.is_batchedtensor(layer) for layer in wrapped) else wrapped[-1].item()
+        return [None] * len(xs)
+    wrapped = [layers(x) for x in xs]
+    if any(torch_private.is_batchedtensor(layer) for each in wrapped for layer in each):
+        return [None] * len(xs)
+    return torch.stack([each[-1].detach() for each in wrapped]).tolist()
 
 
 def _is_differentiated(weight: Any) -> bool:

@@ -153,7 +153,10 @@ def _resolve(value: Any) -> Any:
     return virtual.resolve(value) if is_current else value
 
 
-class _Guard(torch._C._acc.DeviceGuard):
+_DeviceGuard: Any = cast(Any, torch._C)._acc.DeviceGuard
+
+
+class _Guard(_DeviceGuard):
     """What torch asks for the kind of device, around every node of a backward.
 
     It asks also while an error of Python's is on its way through torch, and there an error in the answer ends the

@@ -32,15 +32,9 @@ def torch_copies() -> Iterator[None]:
         ):
             patch.setattr(torch._C, name, function, raising=False)
         patch.setattr("torch.cuda.nccl.is_available", lambda _: False)
-        # Operations are done when they return: there is nothing to wait for.
-        patch.setattr("torch.accelerator.current_stream", lambda _=None: _Stream())
-        patch.setattr("torch.nn.parallel._functions._get_stream", lambda _: _Stream())
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        # torch would copy on streams of its own.
+        patch.setattr("torch.nn.parallel._functions._get_stream", torch.accelerator.current_stream)
         yield
-
-
-class _Stream(contextlib.nullcontext[None]):
-    def wait_stream(self, other: Any) -> None: ...
 
 
 def _device(index: int) -> torch.device:

@@ -96,14 +96,14 @@ def test_who_does_not_wait_is_told():
         Stream(DEVICES[1]),
         pytest.raises(Unordered, match=r"aten::mul: stream \d+ of virtual:1 reads what .*fill.* on"),
     ):
-        x * 2
+        _ = x * 2
 
 
 def test_who_writes_waits_for_readers():
     x, side = torch.ones(3, device=DEVICES[1]), Stream(DEVICES[1])
     side.wait_stream(virtual.current_stream(1))
     with side:
-        x * 2
+        _ = x * 2
     with pytest.raises(Unordered, match="stream 0 of virtual:1 writes to what aten::mul used"):
         x.add_(1)
     virtual.current_stream(1).wait_stream(side)

@@ -19,9 +19,9 @@ from fdp._collectives.checkpoint import checkpoint_context as checkpoint_context
 from fdp._execution.fold_in import fold_in as fold_in
 from fdp._placement.devices import available_devices as available_devices
 from fdp._placement.devices import virtual_devices as virtual_devices
-from fdp._placement.leaf_plan import PlannedLeaf as PlannedLeaf
 from fdp._placement.picture import Picture as Picture
 from fdp._placement.plan import Plan as Plan
+from fdp._placement.planned_leaf import PlannedLeaf as PlannedLeaf
 from fdp._placement.replicate import replicate as replicate
 from fdp._placement.replicate import unreplicate as unreplicate
 from fdp._placement.replicated import Replicated as Replicated

@@ -1,15 +1,14 @@
 """What every kind of leaf has in common: what becomes of it, and what is said of it."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fdp._placement.moves import Memo, is_inexact
 from fdp._placement.partition import Partition
+from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._trees.tree import Flat, flatten, tensors_in
 from fdp._trees.types import Tree
 
@@ -17,31 +16,6 @@ Home = Callable[[Tensor, Tensor, Flat, int], Tensor]
 """Moves a gradient to where the tensor is that it belongs to: the leaf of a flat tree, which messages name."""
 Make = Callable[[Tensor, int | None], Tensor]
 """Another tensor in the place of one, which has rows along a dim, or none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedLeaf:
-    """One leaf of the arguments or the output of a call.
-
-    Attributes:
-        path: Where it stands: `"inputs[0]['x']"`.
-        dtype: None if it is no tensor.
-        shape: That of the whole. Of an output, when it is joined; None where it becomes a list, or is no tensor.
-        how: What happens to it: `"split along dim 0"`, `"whole"`, `"concatenated along dim 0"`, `"mean"`, ...
-        rows: Rows on each slot, None if it is not split.
-        nbytes: Bytes on each slot. Slots that share a device share what is whole.
-        copies: How many copies to other devices are made of it.
-        copied: The bytes of these.
-    """
-
-    path: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...] | None
-    how: str
-    rows: tuple[int, ...] | None
-    nbytes: tuple[int, ...]
-    copies: int
-    copied: int
 
 
 class LeafPlan(abc.ABC):

@@ -11,15 +11,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fdp._placement.leaf_plan import Home, LeafPlan, Make, PlannedLeaf, not_differentiable
+from fdp._placement.leaf_plan import Home, LeafPlan, Make, not_differentiable
 from fdp._placement.moves import Memo, concat, copy, copy_once, split, to_device
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
+from fdp._placement.planned_leaf import PlannedLeaf, on_slots, planned
 from fdp._placement.replicate import replicate_on
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import flatten_args, rows_of
-from fdp._placement.transfers import nbytes_of
 from fdp._trees.tree import Flat, flatten, leaves_up_to, tensors_in, tree_map, unflatten
 from fdp._trees.types import AUTO, Tree
 
@@ -70,14 +70,11 @@ class TensorPlan(LeafPlan):
         return concat([home(part, value, self.flat, self.index) for part in parts], self.dim)
 
     def planned(self, value: Tensor, shares: Partition) -> Iterator[PlannedLeaf]:
-        whole = nbytes_of(value)
         if self.dim is None or shares.sizes is None:
-            nbytes = (whole,) * len(shares.slots)
-            yield PlannedLeaf(self.path, value.dtype, tuple(value.shape), "whole", None, nbytes, 0, 0)
+            yield planned(self.path, [value] * len(shares.slots), shares.devices, "whole")
             return
-        nbytes = tuple([whole * size // max(1, value.shape[self.dim]) for size in shares.sizes])
-        how = f"split along dim {self.dim}"
-        yield PlannedLeaf(self.path, value.dtype, tuple(value.shape), how, shares.sizes, nbytes, 0, 0)
+        parts, how = split(value, shares.sizes, self.dim), f"split along dim {self.dim}"
+        yield planned(self.path, parts, shares.devices, how, shares.sizes, value.shape)
 
     def kind(self, value: Tensor) -> Any:
         rows = None if self.dim is None else self.dim % max(value.ndim, 1)
@@ -110,8 +107,7 @@ class ItemsPlan(LeafPlan):
     def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
         ranges = [shares.rows(i) for i in range(len(shares.slots))]
         parts = [value if rows is None else value[rows.start : rows.stop] for rows in ranges]
-        nbytes = tuple([sum(map(nbytes_of, tensors_in(part))) for part in parts])
-        yield PlannedLeaf(self.path, None, None, "split by items", shares.sizes, nbytes, 0, 0)
+        yield planned(self.path, parts, shares.devices, "split by items", shares.sizes)
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         return type(value)([item(value[i % len(value)], i) for i in range(rows)])
@@ -125,7 +121,7 @@ class OpaquePlan(LeafPlan):
         return ()
 
     def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
-        yield PlannedLeaf(self.path, None, None, "by reference", None, (0,) * len(shares.slots), 0, 0)
+        yield planned(self.path, [value] * len(shares.slots), shares.devices, "by reference")
 
 
 class SlotsPlan(LeafPlan):
@@ -146,14 +142,10 @@ class SlotsPlan(LeafPlan):
         return not_differentiable(value.shards[0], f"{self.path}[0]")
 
     def planned(self, value: Slots, shares: Partition) -> Iterator[PlannedLeaf]:
-        rows = shares.sizes if isinstance(value, Sharded) and self.dim is not None else None
-        flats = [flatten(value.shards[slot], self.path) for slot in shares.slots]
-        for i, leaf in enumerate(flats[0].leaves):
-            is_tensor = isinstance(leaf, Tensor)
-            shape = tuple(leaf.shape) if is_tensor and rows is None else None
-            nbytes = tuple([sum(map(nbytes_of, tensors_in(flat.leaves[i]))) for flat in flats])
-            how = f"there, as a {type(value).__name__}"
-            yield PlannedLeaf(flats[0].path(i), leaf.dtype if is_tensor else None, shape, how, rows, nbytes, 0, 0)
+        dims = self.dim if value.dims is AUTO else value.dims
+        shards, how = [value.shards[slot] for slot in shares.slots], f"there, as a {type(value).__name__}"
+        for leaf in on_slots(shards, shares.devices, shares.sizes, None if self.dim is None else dims, self.path):
+            yield dataclasses.replace(leaf, how=how)
 
     def kind(self, value: Slots) -> Any:
         inner = flatten(value.shards[0], "a shard", None if self.dim is None else 0)

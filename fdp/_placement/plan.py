@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
+from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.partition import Partition
+from fdp._placement.picture import table_of_plan
+from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.slot import Slot
 from fdp._placement.transfers import Collective, Transfer
-from fdp._trees.table import Drawn, colors, count_text, dtype_text, runs_text, size_text, table
+from fdp._trees.table import Drawn, colors, count_text, size_text, table
 
 
 class Step(NamedTuple):
@@ -101,11 +103,11 @@ class Plan(Drawn):
             parts += [Text.assemble(("Steps: ", "bold"), " · ".join(step.text(self) for step in self.steps)), ""]
         for text in self.differences:
             parts += [Text.assemble(("Differs from one device: ", "bold"), text), ""]
-        parts += [_leaves("Arguments", self.arguments), ""]
+        parts += [table_of_plan("Arguments", self.arguments), ""]
         if self.outputs is None:
             parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))
         else:
-            parts.append(_leaves("Outputs", self.outputs))
+            parts.append(table_of_plan("Outputs", self.outputs))
         parts.append("")
         if self.collectives:
             rows = [(name, str(tensors), size_text(nbytes)) for name, tensors, nbytes in self.collectives]
@@ -136,16 +138,3 @@ class Plan(Drawn):
         )
         head = ["slot", "device", "from:to", "rows", "bytes"]
         return table(f"Plan: {of}", head, rows, ["slot", "from:to", "rows", "bytes"])
-
-
-def _leaves(title: str, leaves: tuple[PlannedLeaf, ...]) -> Any:
-    numbers = ["bytes per slot", "copies"]
-    return table(title, ["leaf", "tensor", "how", "rows", *numbers], map(_cells, leaves), numbers)
-
-
-def _cells(leaf: PlannedLeaf) -> list[str]:
-    kind = "" if leaf.dtype is None else dtype_text(leaf.dtype) + ("" if leaf.shape is None else str(list(leaf.shape)))
-    rows = "" if leaf.rows is None else runs_text(leaf.rows)
-    nbytes = runs_text(map(size_text, leaf.nbytes)) if any(leaf.nbytes) else ""
-    copies = f"{leaf.copies} ({size_text(leaf.copied)})" if leaf.copies else ""
-    return [leaf.path, kind, leaf.how, rows, nbytes, copies]

@@ -9,7 +9,8 @@ import torch
 
 from fdp._placement.devices import as_devices
 from fdp._placement.peers import ALONE, Located, Peers
-from fdp._placement.picture import Picture, rows_of_slots
+from fdp._placement.picture import Picture
+from fdp._placement.planned_leaf import on_slots
 from fdp._trees.registry import register_leaf
 from fdp._trees.table import runs_text
 from fdp._trees.tree import tensors_in
@@ -78,7 +79,7 @@ class Slots(Located):
         rows = "" if self.sizes is None else f", rows {runs_text(self.sizes)}"
         on = {device: [str(i) for i, d in enumerate(self.devices) if d == device] for device in self.devices}
         where = "; ".join(f"{device}: {', '.join(slots)}" for device, slots in on.items())
-        found = rows_of_slots(self.shards, self.devices, self.sizes, self.dims, name)
+        found = on_slots(self.shards, self.devices, self.sizes, self.dims, name)
         return Picture(f"{kind}: {slots}{rows} ({where})", tuple(found))
 
     def __rich__(self) -> Any:

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from fdp._placement.check_dims import check_in_dim
 from fdp._placement.devices import as_devices
 from fdp._placement.partition import Partition, balanced, check_weights, make_partition, proportional
 from fdp._placement.peers import Peers, peers_of
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._trees import torch_private
-from fdp._trees.listing import listed, odd_first
+from fdp._trees.listing import listed, odd_first, quoted
 from fdp._trees.opaque import array_inside
 from fdp._trees.tree import Flat, flatten, lists_in
 from fdp._trees.types import Devices, Dims, Tree
@@ -49,8 +48,11 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
     """The dim that `spec` comes to for a leaf: an int, 'items', or None where there is nothing to split."""
     if isinstance(leaf, Slots):
         return spec
-    if type(spec) is not int:
-        check_in_dim(spec, flat.path(index))
+    if type(spec) is not int and not (isinstance(spec, str) and spec == "items"):
+        raise ValueError(
+            f"the dim for {flat.path(index)} is {quoted(spec)}; expected an int (split), None (whole), 'items' "
+            "(split a list) or a function of the tensor that returns one of these"
+        )
     if spec == "items":
         if type(leaf) not in (list, tuple):
             raise TypeError(f"{flat.path(index)} is a {type(leaf).__name__}; 'items' splits lists and tuples")

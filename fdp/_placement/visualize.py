@@ -1,6 +1,9 @@
 """Where the leaves of a tree live, to look at."""
 
-from fdp._placement.picture import Picture, Row, rows_of_tree
+from torch import Tensor
+
+from fdp._placement.picture import Picture
+from fdp._placement.planned_leaf import PlannedLeaf, planned
 from fdp._placement.sharded import Slots
 from fdp._trees.table import count_text
 from fdp._trees.tree import flatten
@@ -34,8 +37,10 @@ def visualize(tree: Tree) -> Picture:
     if isinstance(tree, Slots):
         return tree.picture()
     flat = flatten(tree, "tree", where="visualize")
-    rows: list[Row] = []
-    for i, row in enumerate(rows_of_tree(flat)):
-        leaf = flat.leaves[i]
-        rows += leaf.picture(flat.path(i)).rows if isinstance(leaf, Slots) else [row]
-    return Picture(f"{type(tree).__name__} of {count_text(len(rows), 'leaf', 'leaves')}", tuple(rows))
+    leaves: list[PlannedLeaf] = []
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, Slots):
+            leaves += leaf.picture(flat.path(i)).leaves
+        else:
+            leaves.append(planned(flat.path(i), [leaf], (leaf.device,) if isinstance(leaf, Tensor) else (), ""))
+    return Picture(f"{type(tree).__name__} of {count_text(len(leaves), 'leaf', 'leaves')}", tuple(leaves))

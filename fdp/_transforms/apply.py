@@ -9,10 +9,9 @@ import torch
 
 from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.leaf_plan import PlannedLeaf
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.plan import Plan, Step
-from fdp._placement.planned_leaves import of_outputs
+from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
 from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import (
     IN_ORDER,

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fdp._execution.executor import check_executor
 from fdp._execution.seeds import seed_options
-from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
+from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.leaves import leaf_plans
 from fdp._placement.partition import Partition, microbatched
 from fdp._placement.peers import ALONE, PeerCall, Peers
 from fdp._placement.plan import Plan, Step, places_of
+from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.sharded import Sharded, summary
 from fdp._placement.slot import Slot
 from fdp._placement.split_dims import check_lists, common_peers, plan_args, resolve

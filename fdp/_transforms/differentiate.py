@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.leaf_plan import LeafPlan, PlannedLeaf
+from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.peers import Peers, peers_of
 from fdp._placement.plan import Plan, Step
-from fdp._placement.planned_leaves import of_gradients, of_outputs
+from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
 from fdp._placement.transfers import Transfer
 from fdp._transforms.accumulate import Unused, usual
 from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
@@ -193,7 +193,9 @@ class Differentiation(CallKind):
             leaves = of_outputs(auxes, aux, dims_of(auxes[0], self.aux_dims, self.where), copies, "aux")
             yield from _by(self.aux_weight == "count", leaves)
         own = plan.gradients
-        yield from of_gradients(own.leaves, [values[i] for i in own.at], plan.partition, copies)
+        for leaf, i in zip(own.leaves, own.at, strict=True):
+            for planned in leaf.planned(values[i], plan.partition):
+                yield planned.as_gradient().with_copies(copies)
 
     def on_one(self) -> "Differentiation":
         return dataclasses.replace(

@@ -10,7 +10,6 @@ import torch
 from fdp._execution.executor import Mode, executor_of
 from fdp._placement.peers import ALONE
 from fdp._placement.plan import Plan
-from fdp._placement.planned_leaves import of_arguments
 from fdp._placement.slot import current_slot
 from fdp._placement.transfers import Collective, Transfer, Watch, watched
 from fdp._transforms.around import look_around
@@ -44,7 +43,11 @@ def explained(call: Call) -> Plan:
             problem = problem_of(error, fakes)
             del log[dry.before :], watch.collectives[:]
     copies, results = tuple(log), [dry.results[place] for place in sorted(dry.results)]
-    arguments = of_arguments(plan.leaves, flat.leaves, plan.partition, copies[: dry.before])
+    arguments = [
+        planned.with_copies(copies[: dry.before])
+        for leaf, value in zip(plan.leaves, flat.leaves, strict=True)
+        for planned in leaf.planned(value, plan.partition)
+    ]
     outputs = None if problem is not None else call.kind.outputs(plan, flat.leaves, results, joined, dry.joins())
     return dataclasses.replace(
         plan,

@@ -133,12 +133,6 @@ def test_nested_tensors_are_not_joined(layout: torch.layout):
     assert [[row.tolist() for row in part.unbind()] for part in parts] == [[[0.0], [1.0, 2.0]], [[3.0], [4.0, 5.0]]]
 
 
-def test_nested_tensors_of_the_same_offsets_are_added():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    found = fdp.dp_apply(lambda w, x: w * x.sum(), nested, torch.arange(6.0), ["cpu"] * 2, out_dims="sum")
-    assert [row.tolist() for row in found.unbind()] == [[15.0] * 2, [15.0] * 3]
-
-
 @pytest.mark.parametrize("slots", COUNTS)
 def test_the_adjoint_of_scatter_is_a_concatenation(slots: int):
     x = numbers(5, 2).requires_grad_()
@@ -299,7 +293,7 @@ def test_values_that_differ(dims: Any):
 
 
 def test_values_that_differ_are_shown_shortly():
-    with pytest.raises(ValueError, match=r"out differs between shards: aaaa.*in shard 0.*\.\.\.") as info:
+    with pytest.raises(ValueError, match=r"out differs between shards: aaaa.*in shard 0.*3 more") as info:
         fdp.dp_apply(lambda w, x: "abcdefg"[int(x)] * 1000, W, torch.arange(7), fdp.virtual_devices(7))
     assert len(str(info.value)) < 800
 
@@ -318,12 +312,12 @@ def test_0_dim_output_under_an_int(slots: int):
 WRONG_OUT_DIMS = {
     "typo": (
         "men",
-        "the out_dim for {} is 'men'; expected an int .*, None .*'mean', 'sum', 'max', 'min', 'stack', 'list'",
+        "{} has the out_dim 'men'; expected an int .*, None .*'mean', 'sum', 'max', 'min', 'stack', 'list'",
     ),
-    "case": ("Mean", "the out_dim for {} is 'Mean'; expected an int"),
-    "bool": (True, "the out_dim for {} is True; expected an int"),
-    "float": (0.0, "the out_dim for {} is 0.0; expected an int"),
-    "function": (lambda x: "men", "the out_dim for {} is 'men'; expected an int"),
+    "case": ("Mean", "{} has the out_dim 'Mean'; expected an int"),
+    "bool": (True, "{} has the out_dim True; expected an int"),
+    "float": (0.0, "{} has the out_dim 0.0; expected an int"),
+    "function": (lambda x: "men", "{} has the out_dim 'men'; expected an int"),
     "range": (1, r"{} has shape \(\d,\), for which out_dim 1 is out of range"),
     "range-negative": (-2, r"{} has shape \(\d,\), for which out_dim -2 is out of range"),
     "items": ("items", r"{} is .*Tensor.*'items' joins lists or tuples"),
@@ -431,7 +425,7 @@ def test_all_problems_in_one_message():
         return {"a": x.mean(), "b": len(x), "c": x, "d": x}
 
     with pytest.raises(
-        ValueError, match=r"out\['a'\] is a 0-dim.*; out\['b'\] differs.*; the out_dim for out\['d'\] is 'avg'"
+        ValueError, match=r"out\['a'\] is a 0-dim.*; out\['b'\] differs.*; out\['d'\] has the out_dim 'avg'"
     ):
         fdp.dp_apply(fn, W, numbers(3), fdp.virtual_devices(2), out_dims={"a": 0, "b": 0, "c": 0, "d": "avg"})
 

@@ -92,7 +92,7 @@ def test_out_dims_of_the_function():
     assert not hasattr(mapped, "out_dims")  # they are about one shard, and not about what is joined already
     assert not hasattr(fdp.value_and_grad(fn), "out_dims")
     fn.out_dims = "sun"
-    with pytest.raises(ValueError, match="the out_dim for out is 'sun'; expected"):
+    with pytest.raises(ValueError, match="out has the out_dim 'sun'; expected"):
         fdp.dp_apply(fn, W, x, SLOTS)
 
 

@@ -98,7 +98,7 @@ def test_what_is_on_its_slots():
     plan = fdp.explain(lambda params, batch: batch["x"] * params["w"], params, batch)
     assert [(leaf.path, leaf.how, leaf.shape, leaf.rows, leaf.nbytes) for leaf in plan.arguments] == [
         ("params['w']", "there, as a Replicated", (3,), None, (24, 24, 24)),
-        ("inputs['x']", "there, as a Sharded", None, (3, 2, 2), (72, 48, 48)),
+        ("inputs['x']", "there, as a Sharded", (7, 3), (3, 2, 2), (72, 48, 48)),
     ]
     assert leaf(plan, "out").shape == (7, 3)
 
@@ -312,7 +312,7 @@ def test_gradients_on_devices_that_torch_knows_nothing_of_do_not_end_the_process
         (linear, {"in_dims": 5}, "dim 5 is out of range for inputs of shape"),
         (linear, {"in_dims": "rows"}, "the dim for inputs is 'rows'; expected an int"),
         (linear, {"out_dims": 5}, "out has shape .*, for which out_dim 5 is out of range"),
-        (linear, {"out_dims": "median"}, "the out_dim for out is 'median'; expected an int"),
+        (linear, {"out_dims": "median"}, "out has the out_dim 'median'; expected an int"),
         (linear, {"weights": [1, 2]}, "2 weights for 3 slots; expected one per slot"),
         (linear, {"kwargs": {"m": 1}, "kwarg_dims": {"n": 0}}, r"kwarg_dims names \['n'\]"),
         (linear, {"output_device": "nowhere"}, "'nowhere' is no device that torch knows"),

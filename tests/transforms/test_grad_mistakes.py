@@ -132,7 +132,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "argnums-twice": ({"argnums": (0, -2)}, ValueError, r"argnums \(0, -2\) names an argument twice"),
     "create-graph": ({"create_graph": "yes"}, (TypeError, ValueError), "create_graph must be .*'yes'"),
-    "aux-dims": ({"aux_dims": "avg", "has_aux": True}, ValueError, "the out_dim for aux is 'avg'; expected an int"),
+    "aux-dims": ({"aux_dims": "avg", "has_aux": True}, ValueError, "aux has the out_dim 'avg'; expected an int"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from fdp._command._result import Result
 from fdp._command._versions import numbers
 from fdp._execution.side_by_side import cores
-from fdp._placement.devices import warn_of_imbalance
+from fdp.nn._device_ids import warn_of_imbalance
 
 _WITHOUT_GIL = (2, 13)  # before, torch.compile's versions of dicts were not made for several threads at once
 

@@ -9,14 +9,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fdp._trees import torch_private
+from fdp._trees.profiling import is_profiling
 
 _SMALLEST = sys.float_info.min
 _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     (torch.is_grad_enabled, torch_private.set_grad_enabled),
     (torch_private.is_fwd_grad_enabled, torch_private.set_fwd_grad_enabled),
     (torch_private.is_multithreading_enabled, torch_private.set_multithreading_enabled),
-    (torch_private.is_view_replay_enabled, torch_private.set_view_replay_enabled),
-    (torch_private.get_torch_function_state, torch_private.set_torch_function_state),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
@@ -37,7 +36,7 @@ def why_not_beside() -> str | None:
         return "other threads would not see a mode that is active here"
     if torch_private.len_torch_dispatch_stack() or torch_private.saved_tensors_hooks(True) is not None:
         return "other threads would not see a mode or hook that is active here"
-    if torch_private.profiler_enabled() or torch_private.get_tracing_state() is not None:
+    if is_profiling() or torch_private.is_tracing():
         return "other threads would not see what records here"
     layers = torch_private.get_interpreter_stack() or ()
     if torch_private.is_forward_mode() or any(layer.key() not in _CARRIED for layer in layers):
@@ -47,7 +46,7 @@ def why_not_beside() -> str | None:
 
 def why_not_together() -> str | None:
     """What of the caller's settings no other thread can see, also where slots take turns; None if there is nothing."""
-    if torch_private.get_tracing_state() is not None:
+    if torch_private.is_tracing():
         return "that torch.jit traces here"
     layers = torch_private.get_interpreter_stack() or ()
     if any(layer.key() is torch_private.TransformType.Functionalize for layer in layers):
@@ -119,23 +118,21 @@ class ThreadState(NamedTuple):
                 # The cache of casts is one for all threads: an inner autocast must not empty it when it ends.
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
-            if self.hooks_refused is None:
-                torch_private.saved_tensors_hooks_enable()
-            else:
-                torch_private.saved_tensors_hooks_disable(self.hooks_refused)
+            if self.hooks_refused is not None:
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.hooks_refused))
             for stream in self.streams:
                 torch.accelerator.set_stream(stream)
             for mode in self.modes:  # its own `__enter__` would write to what all threads share
                 torch_private.push_on_torch_function_stack(mode)
                 stack.callback(torch_private.pop_torch_function_stack)
             if self.hooks is not None:
-                torch_private.push_saved_tensors_hooks(*self.hooks)
-                stack.callback(torch_private.pop_saved_tensors_hooks)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             for mode in self.dispatch_modes:
                 torch_private.push_on_torch_dispatch_stack(mode)
                 stack.callback(torch_private.pop_torch_dispatch_stack, getattr(mode, "_mode_key", None))
-            if self.transforms:
-                stack.enter_context(torch_private.with_transforms(self.transforms))
+            for transform in reversed(self.transforms):
+                torch_private.push_layer(transform)
+                stack.callback(torch_private.pop_layer)
             yield
 
 

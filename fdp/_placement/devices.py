@@ -1,6 +1,5 @@
 """What the user says about devices, turned into a tuple of `torch.device`, one per slot."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,39 +93,9 @@ def _existing_accelerator(device: torch.device, where: str) -> torch.device:
     existing = available_devices()
     if device.index is None and device.type == existing[0].type:
         return torch.device(device.type, torch.accelerator.current_device_index())
-    if device not in existing and not is_faking():
+    if device not in existing and torch_private.fake_mode() is None:
         raise ValueError(f"{where}: device '{device}' is not available. {_existing()}")
     return device
-
-
-def warn_of_imbalance(devices: Sequence[torch.device]) -> None:
-    """Warn if one GPU has far less memory or fewer cores than another: the others would wait for it."""
-    if len(devices) > 1 and all(device.type == "cuda" for device in devices):
-        properties = [torch.cuda.get_device_properties(device) for device in devices]
-        message = imbalance(devices, [(each.total_memory, each.multi_processor_count) for each in properties])
-        if message:
-            warnings.warn(message, stacklevel=3)
-
-
-def imbalance(devices: Sequence[torch.device], figures: Sequence[Sequence[float]]) -> str | None:
-    """What to say of devices of which one has less than three quarters of what another has."""
-    for column in zip(*figures, strict=True):
-        poor, rich = column.index(min(column)), column.index(max(column))
-        if column[poor] / column[rich] < 0.75:
-            return (
-                f"There is an imbalance between your GPUs. You may want to exclude GPU {devices[poor].index}, which "
-                f"has less than 75% of the memory or cores of GPU {devices[rich].index}: leave it out of device_ids or "
-                "of the environment variable CUDA_VISIBLE_DEVICES, or give it fewer rows by weights="
-            )
-    return None
-
-
-def is_faking() -> bool:
-    """Whether tensors have no values here."""
-    # Under FakeTensorMode devices need not exist: that is what it is for. The mode of the compiler is not the user's.
-    if torch.compiler.is_compiling():
-        return False
-    return torch_private.get_dispatch_mode(torch_private.TorchDispatchModeKey.FAKE) is not None
 
 
 def _existing() -> str:

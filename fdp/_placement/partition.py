@@ -40,13 +40,13 @@ def make_partition(
     return Partition(slots, tuple(devices[i] for i in slots), sizes and tuple(sizes[i] for i in slots))
 
 
-def microbatched(plan: Partition, microbatches: int) -> Partition:
-    """Cut every shard of a plan into pieces, as even as can be and none empty."""
-    if not plan.sizes or microbatches == 1:
-        return plan
+def microbatched(partition: Partition, microbatches: int) -> Partition:
+    """Cut every shard into pieces, as even as can be and none empty."""
+    if not partition.sizes or microbatches == 1:
+        return partition
     found = [
         (slot, device, piece)
-        for slot, device, size in zip(plan.slots, plan.devices, plan.sizes, strict=True)
+        for slot, device, size in zip(partition.slots, partition.devices, partition.sizes, strict=True)
         for piece in pieces(size, microbatches)
     ]
     slots, devices, sizes = zip(*found, strict=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from fdp._placement.common_rows import partition_of_tree
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.leaves import place
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import Joined, peers_of
 from fdp._placement.sharded import Sharded, Slots
-from fdp._placement.split_dims import plan_tree
 from fdp._trees.prefix import named_spec
 from fdp._trees.profiling import stage
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Tree
@@ -51,11 +51,11 @@ def scatter(
     slots = as_devices(devices, "scatter")
     if isinstance(tree, Slots):
         raise TypeError(f"scatter: the tree is a {type(tree).__name__} already")
-    flat, plan = plan_tree(tree, "tree", in_dims, slots, weights, "scatter", keep_empty=keep_empty)
+    flat, partition = partition_of_tree(tree, "tree", in_dims, slots, weights, "scatter", keep_empty=keep_empty)
     with stage("scatter"):
-        shards = place(flat, plan)
+        shards = place(flat, partition)
     dims = named_spec(flat.structure, flat.specs)
-    return Sharded(tuple(shards), plan.devices, plan.sizes, dims, peers=peers)
+    return Sharded(tuple(shards), partition.devices, partition.sizes, dims, peers=peers)
 
 
 def gather(

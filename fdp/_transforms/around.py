@@ -70,7 +70,7 @@ def look_around(given: Sequence[Tensor]) -> Around:
         torch_private.is_transformed(),
         torch_private.is_forward_mode(),
         bool(AXES.get()),
-        bool(torch_private.len_torch_dispatch_stack() or torch_private.get_tracing_state()),
+        bool(torch_private.len_torch_dispatch_stack() or torch_private.is_tracing()),
         needs_grad,
         True in map(Tensor.is_inference, given),
     )

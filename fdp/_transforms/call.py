@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fdp._execution.executor import check_executor
 from fdp._execution.seeds import seed_options
+from fdp._placement.common_rows import common_peers, partition_of
 from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.leaves import leaf_plans
 from fdp._placement.partition import Partition, microbatched
@@ -22,7 +23,7 @@ from fdp._placement.plan import Plan, Step, places_of
 from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.sharded import Sharded, summary
 from fdp._placement.slot import Slot
-from fdp._placement.split_dims import check_lists, common_peers, plan_args, resolve
+from fdp._placement.split_dims import check_lists, resolve
 from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import Arg, Options, check_several
 from fdp._transforms.around import Around, look_around
@@ -51,7 +52,7 @@ class CallKind(abc.ABC):
 
     def shares(self, flat: Flat, options: Options) -> tuple[tuple[torch.device, ...], Partition]:
         """The device of every slot, and the rows of each."""
-        return plan_args([flat], options.devices, options.weights, options.where)
+        return partition_of([flat], options.devices, options.weights, options.where)
 
     @abc.abstractmethod
     def steps(self, known: "Known") -> tuple[Sequence[Step], Any]:

@@ -72,7 +72,7 @@ def _apply_nowhere_else(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch_private.get_dispatch_mode(torch_private.TorchDispatchModeKey.FAKE), _mode_class()):
+        if isinstance(torch_private.fake_mode(), _mode_class()):
             raise RuntimeError(
                 f"the function converts a {type(module).__name__} (.to(), .double(), .cuda(), ...), which would lose "
                 "its data here. Convert it before the call, or pass its parameters: see fdp.functional"
@@ -230,4 +230,4 @@ class Guard(Carried):
         return func(*args, **(kwargs or {}))
 
 
-_SET_DATA: Any = vars(torch_private.TensorBase)["data"].__set__
+_SET_DATA: Any = vars(torch.Tensor.__base__)["data"].__set__

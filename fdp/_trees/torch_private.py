@@ -69,14 +69,10 @@ get_unwrapped = _use("torch._C._functorch.get_unwrapped", _INSIDE)
 is_functorch_wrapped_tensor = _use("torch._C._functorch.is_functorch_wrapped_tensor", _INSIDE)
 is_batchedtensor = _use("torch._C._functorch.is_batchedtensor", _INSIDE)
 is_gradtrackingtensor = _use("torch._C._functorch.is_gradtrackingtensor", _INSIDE)
-unwrap_if_dead = _use(
-    "torch._C._functorch.unwrap_if_dead", "the tensor inside that of a transform that has ended", "2.13"
-)
 _STACK = "the stack of transforms is one for each thread: it is carried to threads, else gradients would be lost"
 without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _STACK)
-_pop_layer = _use("torch._functorch.pyfunctorch.pop_dynamic_layer_stack", _STACK)
-_push_layer = _use("torch._functorch.pyfunctorch.push_dynamic_layer_stack", _STACK)
-with_transforms = _use("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _STACK)
+pop_layer = _use("torch._functorch.pyfunctorch.pop_dynamic_layer_stack", _STACK)
+push_layer = _use("torch._functorch.pyfunctorch.push_dynamic_layer_stack", _STACK)
 _FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
 eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
 _jvp = _use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
@@ -103,8 +99,8 @@ class Transforms:
 
     def __init__(self, count: int) -> None:
         self._taken: list[Any] = [None]  # where to stop
-        self._take = partial(self._taken.extend, map(operator.call, [_pop_layer] * count))
-        self._put_back = partial(deque, map(_push_layer, iter(self._taken.pop, None)), 0)
+        self._take = partial(self._taken.extend, map(operator.call, [pop_layer] * count))
+        self._put_back = partial(deque, map(push_layer, iter(self._taken.pop, None)), 0)
 
     def outside(self, call: Callable[[], Result]) -> Result:
         """What a call returns where they are not active; once."""
@@ -125,7 +121,7 @@ def outside_transforms(call: Callable[[], Result], count: int | None = None) -> 
 
 
 def transforms_here() -> list[Any]:
-    """The transforms that are active, as `with_transforms` takes them."""
+    """The transforms that are active, the innermost first."""
     transforms = Transforms(depth())
     return transforms.outside(transforms.taken)
 
@@ -150,10 +146,6 @@ is_fwd_grad_enabled = _use("torch._C._is_fwd_grad_enabled", _STATE)
 set_fwd_grad_enabled = _use("torch._C._set_fwd_grad_enabled", _STATE)
 is_multithreading_enabled = _use("torch._C._is_multithreading_enabled", _STATE)
 set_multithreading_enabled = _use("torch._C._set_multithreading_enabled", _STATE)
-is_view_replay_enabled = _use("torch._C._is_view_replay_enabled", _STATE)
-set_view_replay_enabled = _use("torch._C._set_view_replay_enabled", _STATE)
-get_torch_function_state = _use("torch._C._get_torch_function_state", _STATE)
-set_torch_function_state = _use("torch._C._set_torch_function_state", _STATE)
 len_torch_function_stack = _use("torch._C._len_torch_function_stack", _STATE)
 push_on_torch_function_stack = _use("torch._C._push_on_torch_function_stack", _STATE)
 pop_torch_function_stack = _use("torch._C._pop_torch_function_stack", _STATE)
@@ -162,19 +154,24 @@ len_torch_dispatch_stack = _use("torch._C._len_torch_dispatch_stack", _STATE)
 push_on_torch_dispatch_stack = _use("torch._C._push_on_torch_dispatch_stack", _STATE)
 pop_torch_dispatch_stack = _use("torch._C._pop_torch_dispatch_stack", _STATE)
 get_current_dispatch_mode_stack = _use("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _STATE)
-get_dispatch_mode = _use("torch._C._get_dispatch_mode", "is the call on fake tensors?")
-TorchDispatchModeKey = _use("torch._C._TorchDispatchModeKey", "is the call on fake tensors?")
 saved_tensors_hooks = _use("torch._C._autograd._top_saved_tensors_default_hooks", _STATE)
-push_saved_tensors_hooks = _use("torch._C._autograd._push_saved_tensors_default_hooks", _STATE)
-pop_saved_tensors_hooks = _use("torch._C._autograd._pop_saved_tensors_default_hooks", _STATE)
-saved_tensors_hooks_enable = _use("torch._C._autograd._saved_tensors_hooks_enable", _STATE)
-saved_tensors_hooks_disable = _use("torch._C._autograd._saved_tensors_hooks_disable", _STATE)
 saved_tensors_hooks_get_disabled_error_message = _use(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _STATE
 )
-profiler_enabled = _use("torch._C._autograd._profiler_enabled", "are ranges wanted?")
+USED.append(Private("torch.autograd.profiler._is_profiler_enabled", "are ranges wanted?", SEEN))
 USED.append(Private("torch.utils._device.DeviceContext", "the default device", SEEN))  # torch imports it late
-get_tracing_state = _use("torch._C._get_tracing_state", "does torch.jit trace?")
+
+
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
+"""Whether torch.jit traces. It is public, and type checkers do not see that."""
+
+
+def fake_mode() -> Any:
+    """The mode of fake tensors, if the call is on these. That of the compiler is not the user's."""
+    if torch.compiler.is_compiling() or not len_torch_dispatch_stack():
+        return None
+    kind = fake_tensors().FakeTensorMode
+    return next((mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)
 
 
 def is_default_device(mode: Any) -> bool:
@@ -244,7 +241,6 @@ flatten_dense_tensors = _use(
 foreach_zero_ = _use("torch._foreach_zero_", _ORDER)
 foreach_add = _use("torch._foreach_add", "small gradients are added up in one call")
 pytree = _use("torch.utils._pytree", "types that are registered with torch only")
-TensorBase = _use("torch._C.TensorBase", "explain refuses what takes a tensor's data away")
 
 # Modules
 

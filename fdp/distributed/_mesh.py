@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from fdp._execution.forks import is_forked
+from fdp._placement.common_rows import partition_of_tree
 from fdp._placement.moves import split
 from fdp._placement.partition import check_weights
 from fdp._placement.peers import ALONE, Peers, Spread
-from fdp._placement.split_dims import plan_tree
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._peers import MeshPeers
@@ -90,7 +90,7 @@ class Mesh(Spread):
         count, first = sum(self.slots), sum(self.slots[: self.rank])
         everybody = (torch.device("cpu"),) * count
         shares = None if weights is None else check_weights(weights, count, "mesh.local")
-        flat, plan = plan_tree(batch, "batch", in_dims, everybody, shares, "mesh.local", keep_empty=True)
+        flat, plan = partition_of_tree(batch, "batch", in_dims, everybody, shares, "mesh.local", keep_empty=True)
         if plan.sizes is None:
             return batch
         before, own = sum(plan.sizes[:first]), sum(plan.sizes[first : first + len(self)])

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from fdp._execution.executor import Mode, check_executor
-from fdp._placement.devices import as_devices, warn_of_imbalance
+from fdp._placement.devices import as_devices
 from fdp._placement.moves import to_device
 from fdp._placement.partition import Partition, check_weights
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone
 from fdp.nn._buffers import keep_buffers
-from fdp.nn._device_ids import devices_of, index_of
+from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._replicate import OF_REPLICAS, InPlace, replicas_of

@@ -67,7 +67,7 @@ def functional_call(
     recipe, states = recipe_of(module)
     if recipe.takes_own_statistics():
         say_own(module)
-    if runs_in_place(recipe) or torch_private.get_tracing_state():
+    if runs_in_place(recipe) or torch_private.is_tracing():
         with in_place(module, recipe):
             return call_in_place(module, given, args, kwargs, **options)
     tensors = recipe.tensors(states)

@@ -67,7 +67,7 @@ def call_in_place(
 @contextlib.contextmanager
 def swapped(module: nn.Module, given: Tensors, *, tie_weights: bool = True, strict: bool = False) -> Iterator[None]:
     """As a context: other tensors are in the module; what it puts in their place is in the dict afterwards."""
-    if torch_private.get_tracing_state() or isinstance(module, torch.jit.ScriptModule):
+    if torch_private.is_tracing() or isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError("The stateless API can't be used with Jitted modules")
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("The stateless API can't be used with nn.DataParallel module")

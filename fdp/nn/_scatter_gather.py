@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from fdp._placement.common_rows import check_tracing, partition_of
 from fdp._placement.devices import as_device, as_devices
 from fdp._placement.join import join
 from fdp._placement.leaves import place
 from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition, chunked, make_partition
 from fdp._placement.sharded import Slots
-from fdp._placement.split_dims import check_tracing, flatten_args, plan_args, rows_of
+from fdp._placement.split_dims import flatten_args, rows_of
 from fdp._trees.tree import Flat, tensors_in
 from fdp._trees.types import DeviceLike, Tree
 
@@ -188,7 +189,7 @@ def _split(
     if plans:
         [plan] = plans.values()
         return [place(flat, plan, memo) for flat in flats], plan
-    _, plan = plan_args(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
+    _, plan = partition_of(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
     rows = None if plan.sizes is None else sum(plan.sizes)
     plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
     return [place(flat, plan, memo) for flat in flats], plan

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from fdp._placement.common_rows import partition_of
 from fdp._placement.moves import is_inexact
 from fdp._placement.sharded import Slots
-from fdp._placement.split_dims import flatten_args, plan_args
+from fdp._placement.split_dims import flatten_args
 from fdp._transforms.arguments import Arg
 from fdp._trees.tree import Flat, map_tensors, tensors_in, unflatten
 from fdp._trees.types import Dims, Tree
@@ -49,7 +50,7 @@ class Sample(NamedTuple):
             )
         tensors = tensors_in([flat.leaves for flat in flats[1:]] + flats[0].leaves)
         device = devices[0] if devices else tensors[0].device if tensors else torch.device("cpu")
-        sizes = plan_args(flats, device, None, where)[1].sizes
+        sizes = partition_of(flats, device, None, where)[1].sizes
         if sizes is None:
             raise ValueError(f"{where}: in_dims splits none of the inputs, so every run would be the same")
         if sum(sizes) < 2:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._C import _autograd as autograd
-from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,8 +26,6 @@ def flags() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch._C._is_fwd_grad_enabled(),
-        torch._C._is_view_replay_enabled(),
-        _C._get_torch_function_state(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
@@ -50,9 +47,6 @@ CARRIED: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.device("meta"),
     "no forward mode": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
     "backwards in one thread": lambda: torch.autograd.set_multithreading_enabled(False),
-    "view replay": lambda: _force_original_view_tracking(True),
-    "no torch function": torch._C.DisableTorchFunction,
-    "no subclasses": torch._C.DisableTorchFunctionSubclass,
     "hooks refused": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
 }
 

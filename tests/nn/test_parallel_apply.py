@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fdp import DataParallel
-from fdp._placement.devices import imbalance, warn_of_imbalance
 from fdp.nn import gather, parallel_apply, replicate, scatter_kwargs
+from fdp.nn._device_ids import imbalance, warn_of_imbalance
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import COUNTS, numbers
 from tests.common.threads import many_cores

@@ -12,6 +12,7 @@ from tests.common.numbers import numbers
 
 COUNTS = (1, 2, 3, 4)
 EXECUTORS = ("sequential", "threads")
+each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_count = pytest.mark.parametrize("n", COUNTS)
 some_counts = pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 4))])
 

@@ -10,7 +10,6 @@ import fdp
 from tests.common.threads import within
 
 SLOTS = 3
-EXECUTORS = ("sequential", "threads")
 DEVICES = fdp.virtual_devices(SLOTS)
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "psum": fdp.psum,

@@ -1,6 +1,5 @@
 """Activation checkpointing around collectives: the numbers are those without it."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from tests.collectives.cases import CASES, EXECUTORS, Case, W, X, each_case, leaves
+from tests.collectives.cases import CASES, Case, W, X, each_case, each_executor, leaves
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
 Fn = Callable[..., Tensor]
 saving: dict[str, Any] = {"use_reentrant": False, "context_fn": fdp.checkpoint_context}
@@ -50,7 +48,7 @@ def test_each_collective(case: Case, executor: Any):
         value = torch.stack([out.square().sum() for out in outs]).sum()
         return value, torch.autograd.grad(value, w)
 
-    if case not in (CASES["ppermute-nothing"],):
+    if case is not CASES["ppermute-nothing"]:
         both(run)
 
 
@@ -72,59 +70,6 @@ def test_dropout_before_and_after_what_slots_meet_in(seed: int | None, microbatc
         options: Any = {"devices": fdp.virtual_devices(3), "seed": seed, "microbatches": microbatches}
         found = fdp.value_and_grad(loss, **options)(W, X)
         return (*found, torch.rand(2, dtype=torch.float64))
-
-    both(run)
-
-
-def test_batch_norm_over_all_slots():
-    """Its statistics are written twice, as those of torch's are."""
-
-    def run(way: Callable[..., Any]) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
-        block = fdp.nn.convert_sync_batchnorm(model)
-        apply, (params, buffers) = fdp.functional(block)
-
-        def loss(params: Any, x: Tensor) -> Tensor:
-            return way(lambda x: apply((params, buffers), x)[0], x).square().mean()
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "value_and_grad: the loss does not return the new buffers")
-            return fdp.value_and_grad(loss, devices=fdp.virtual_devices(3))(params, X)
-
-    both(run)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, way: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.way, self.first = way, nn.Linear(3, 5).double()
-        self.block = fdp.nn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.way(self.block, self.first(x))
-
-
-def test_in_a_data_parallel():
-    def run(way: Callable[..., Any]) -> Any:
-        model = fdp.DataParallel(Checkpointed(way), ["cpu"] * 3)
-        out = model(X)
-        out.square().sum().backward()
-        return out, [p.grad for p in model.parameters()]
-
-    both(run)
-
-
-def test_one_inside_another():
-    def inner(h: Tensor) -> Tensor:
-        return h.sin() * fdp.psum(h.sum())
-
-    def run(way: Callable[..., Any]) -> Any:
-        def block(h: Tensor) -> Tensor:
-            return way(inner, h.cos() * fdp.psum(h.sum())) * fdp.axis_index()
-
-        return fdp.value_and_grad(lambda w, x: way(block, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
 
     both(run)
 
@@ -184,8 +129,7 @@ def test_a_second_backward():
     both(run)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_block_that_calls_others_when_it_is_computed_again(early: bool):
+def test_a_block_that_calls_others_when_it_is_computed_again():
     times: list[int] = []
 
     def block(h: Tensor) -> Tensor:
@@ -233,8 +177,7 @@ def test_axis_index_in_a_hook_of_a_backward():
 
 def rerun(fn: Fn, **options: Any) -> Fn:
     """The function, whose block is computed again in the backward. Side by side no state of generators is looked at."""
-    given: Any = {"use_reentrant": False, "context_fn": fdp.checkpoint_context, "preserve_rng_state": False, **options}
-    return lambda *args: checkpoint(fn, *args, **given)
+    return lambda *args: saved(fn, *args, **{"preserve_rng_state": False, **options})
 
 
 def centred(w: Tensor, x: Tensor) -> Tensor:
@@ -261,10 +204,7 @@ BLOCKS: dict[str, tuple[Fn, Fn]] = {
     "one": (rerun(centred), centred_alone),
     "one after the other": (of_blocks, lambda w, x: centred_alone(w, centred_alone(w, x))),
     "in another": (twice, lambda w, x: centred_alone(w, x) * x.sum(0)),
-    "to its end": (
-        rerun(centred, determinism_check="none", early_stop=False),
-        centred_alone,
-    ),
+    "to its end": (rerun(centred, determinism_check="none", early_stop=False), centred_alone),
 }
 each_block = pytest.mark.parametrize("block", BLOCKS)
 

@@ -1,6 +1,5 @@
 """Shards that do not come to a collective: nobody waits for ever, and the error says who has not come and why."""
 
-import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
+from tests.collectives.cases import each_executor
+from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
 from tests.common.threads import within
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_slot = pytest.mark.parametrize("slot", range(SLOTS))
 each_name = pytest.mark.parametrize("name", COLLECTIVES)
 
@@ -43,80 +42,72 @@ def test_one_raises(name: str, slot: int, executor: Any):
     works(executor)
 
 
-@few(2)
-@each_executor
-@each_slot
-@each_name
-def test_one_raises_afterwards(name: str, slot: int, executor: Any):
-    """Between two collectives."""
+def other(name: str) -> str:
+    return "psum" if name == "all_gather" else "all_gather"
 
-    def fn(i: int, x: Tensor) -> Tensor:
+
+def raises_between(name: str, odd: bool, x: Tensor) -> Any:
+    COLLECTIVES[name](argument(x))
+    if odd:
+        raise OddError("wrong")
+    return COLLECTIVES[name](argument(x))
+
+
+def returns_early(name: str, odd: bool, x: Tensor) -> Any:
+    return x if odd else COLLECTIVES[name](argument(x))
+
+
+def calls_another(name: str, odd: bool, x: Tensor) -> Any:
+    return COLLECTIVES[other(name) if odd else name](argument(x))
+
+
+def has_another_shape(name: str, odd: bool, x: Tensor) -> Any:
+    return COLLECTIVES[name](torch.cat([argument(x)] * (1 + odd)))
+
+
+def calls_once_more(name: str, odd: bool, x: Tensor) -> Any:
+    for _ in range(1 + odd):
         COLLECTIVES[name](argument(x))
-        if i == slot:
-            raise OddError("wrong")
+    return x
+
+
+def comes_late(name: str, odd: bool, x: Tensor) -> Any:
+    """The others have given up, and wait in vain again."""
+    if odd:
+        return x
+    try:
+        return COLLECTIVES[name](argument(x))
+    except RuntimeError:
         return COLLECTIVES[name](argument(x))
 
-    with pytest.raises(OddError, match=r"^wrong"):
-        call(fn, executor)
-    works(executor)
+
+FAULTS: dict[Callable[..., Any], tuple[type[Exception], Callable[[str, int], str]]] = {
+    raises_between: (OddError, lambda name, slot: "^wrong"),
+    returns_early: (RuntimeError, lambda name, slot: f"{name} .*shard {slot}, which has returned"),
+    calls_another: (
+        RuntimeError,
+        lambda name, slot: (
+            rf"different collectives(?=.*\b{other(name)} in shard {slot})(?=.*\b{name} in shard {(slot + 1) % SLOTS})"
+        ),
+    ),
+    has_another_shape: (ValueError, lambda name, slot: f"{name}.*shard {slot}"),
+    calls_once_more: (RuntimeError, lambda name, slot: f"{name} in shard {slot} waits for .*, which has returned"),
+    comes_late: (
+        RuntimeError,
+        lambda name, slot: f"{name} in shard .* waits for .*shard {slot}, which has returned",
+    ),
+}
 
 
-@few(2)
+@few(4)
 @each_executor
 @each_slot
 @each_name
-def test_one_returns_early(name: str, slot: int, executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        return x if i == slot else COLLECTIVES[name](argument(x))
-
-    with pytest.raises(RuntimeError, match=f"{name} .*shard {slot}, which has returned"):
-        call(fn, executor)
-    works(executor)
-
-
-@few(2)
-@each_executor
-@each_slot
-@each_name
-def test_one_calls_another(name: str, slot: int, executor: Any):
-    other = "all_gather" if name != "all_gather" else "psum"
-
-    def fn(i: int, x: Tensor) -> Tensor:
-        return COLLECTIVES[other if i == slot else name](argument(x))
-
-    with pytest.raises(RuntimeError, match="different collectives") as caught:
-        call(fn, executor)
-    assert f"{other} in shard {slot}" in str(caught.value)
-    assert f"{name} in shard {(slot + 1) % SLOTS}" in str(caught.value)
-    works(executor)
-
-
-@few(2)
-@each_executor
-@each_slot
-@each_name
-def test_one_has_another_shape(name: str, slot: int, executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        value = argument(x)
-        return COLLECTIVES[name](torch.cat([value, value]) if i == slot else value)
-
-    with pytest.raises(ValueError, match=f"{name}.*shard {slot}"):
-        call(fn, executor)
-    works(executor)
-
-
-@few(2)
-@each_executor
-@each_slot
-@each_name
-def test_one_calls_once_more(name: str, slot: int, executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        for _ in range(1 + (i == slot)):
-            COLLECTIVES[name](argument(x))
-        return x
-
-    with pytest.raises(RuntimeError, match=f"{name} in shard {slot} waits for .*, which has returned"):
-        call(fn, executor)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_is_at_odds_with_the_others(fault: Callable[..., Any], name: str, slot: int, executor: Any):
+    kind, said = FAULTS[fault]
+    with pytest.raises(kind, match=said(name, slot)):
+        call(lambda i, x: fault(name, i == slot, x), executor)
     works(executor)
 
 
@@ -136,19 +127,6 @@ def test_one_catches_the_error_of_a_collective(slot: int, executor: Any):
 
     with pytest.raises((ValueError, RuntimeError), match="psum"):
         call(fn, executor)
-    works(executor)
-
-
-@each_executor
-def test_all_catch_the_error_and_go_on(executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        with contextlib.suppress(ValueError, RuntimeError):
-            fdp.psum(torch.ones(i + 1))
-        return fdp.psum(argument(x))
-
-    with contextlib.suppress(ValueError, RuntimeError):
-        for out in call(fn, executor):
-            assert torch.equal(out, torch.full((3, 2), 3.0))
     works(executor)
 
 

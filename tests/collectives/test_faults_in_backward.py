@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.faults import COLLECTIVES, DEVICES, EXECUTORS, SLOTS, OddError, argument, call, works
+from tests.collectives.cases import each_executor
+from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
 from tests.common.threads import within
 
 LINEAR = [name for name in COLLECTIVES if name not in ("pmax", "pmin")]
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_slot = pytest.mark.parametrize("slot", range(SLOTS))
 each_name = pytest.mark.parametrize("name", COLLECTIVES)
 each_linear = pytest.mark.parametrize("name", LINEAR)
@@ -96,28 +96,17 @@ def test_a_note_says_which_backward_failed(meets: bool, executor: Any):
 @each_executor
 @each_slot
 @each_linear
-def test_one_leaves_out_its_backward(name: str, slot: int, executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        out, vjp, *_ = torch.func.vjp(lambda own: COLLECTIVES[name](argument(own)), x)
-        return x if i == slot else vjp(out)[0]
-
-    with pytest.raises(RuntimeError, match=f"in shard . waits for .*shard {slot}, which has returned"):
-        call(fn, executor)
-    works(executor)
-
-
-@few(2)
-@each_executor
-@each_slot
-@each_linear
-def test_one_calls_a_collective_meanwhile(name: str, slot: int, executor: Any):
-    """One is in a forward while the others are in their backward."""
-
+@pytest.mark.parametrize("comes", [False, True], ids=["leaves it out", "calls another"])
+def test_one_does_not_come_to_its_backward(comes: bool, name: str, slot: int, executor: Any):
     def fn(i: int, x: Tensor) -> Any:
         out, vjp, *_ = torch.func.vjp(lambda own: COLLECTIVES[name](argument(own)), x)
-        return fdp.pmax(x) if i == slot else vjp(out)[0]
+        if i == slot:
+            return fdp.pmax(x) if comes else x
+        return vjp(out)[0]
 
-    with pytest.raises(RuntimeError, match=f"the shards call different collectives: .*pmax in shard {slot}"):
+    absent = f"in shard . waits for .*shard {slot}, which has returned"
+    another = f"the shards call different collectives: .*pmax in shard {slot}"
+    with pytest.raises(RuntimeError, match=another if comes else absent):
         call(fn, executor)
     works(executor)
 

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, W, X, each_count
+from tests.collectives.cases import W, X, each_count, each_executor
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
-
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
-
-
-def whole_loss(w: Tensor, x: Tensor, keep: Tensor) -> Tensor:
-    return ((x @ w).square() * keep).sum() / keep.sum()
 
 
 @each_executor
@@ -24,13 +18,12 @@ def whole_loss(w: Tensor, x: Tensor, keep: Tensor) -> Tensor:
 def test_a_loss_that_normalises_by_psum_is_that_of_one_device(rows: int, n: int, executor: Any):
     x, keep = numbers(rows, 3), (torch.arange(rows) % 3 != 1).double()
 
-    def loss(w: Tensor, x: Tensor, keep: Tensor) -> Tensor:
-        return ((x @ w).square() * keep).sum() / fdp.psum(keep.sum())
+    def loss(w: Tensor, x: Tensor, keep: Tensor, total: Any = fdp.psum) -> Tensor:
+        return ((x @ w).square() * keep).sum() / total(keep.sum())
 
     options: Any = {"devices": fdp.virtual_devices(n), "reduction": "sum", "executor": executor}
     value, grad = fdp.value_and_grad(loss, **options)(W, x, keep)
-    expected = torch.func.grad_and_value(whole_loss)(W, x, keep)
-    assert_close_tree((grad, value), expected)
+    assert_close_tree((grad, value), torch.func.grad_and_value(loss)(W, x, keep, lambda tokens: tokens))
 
 
 @each_executor
@@ -58,29 +51,6 @@ def test_a_mean_loss_through_centred_data(n: int, executor: Any):
 
 
 @each_executor
-def test_reduced_gradients_of_a_local_loss(executor: Any):
-    """A step as of pmap: each slot differentiates its own loss, then the mean is taken."""
-
-    def step(w: Tensor, x: Tensor) -> Tensor:
-        grad = torch.func.grad(lambda w: (x * w).square().mean())(w)
-        return w - 0.1 * fdp.pmean(grad, weight="rows")
-
-    devices = fdp.virtual_devices(3)
-    state = fdp.replicate(W, devices)
-    for _ in range(3):
-        batch: Any = fdp.scatter(X, devices)
-        found = fdp.parallel_apply(step, state, batch, executor=executor)
-        assert isinstance(found, fdp.Sharded)
-        state = fdp.Replicated(found.shards, found.devices)
-    w = W
-    for _ in range(3):
-        w = w - 0.1 * torch.func.grad(lambda w: (X * w).square().mean())(w)
-    for shard in state.shards:
-        assert_close_tree(shard, w)
-        assert torch.equal(shard, state.shards[0])
-
-
-@each_executor
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_microbatches(microbatches: int, executor: Any):
     x = numbers(12, 3)
@@ -88,19 +58,7 @@ def test_microbatches(microbatches: int, executor: Any):
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).square().sum() / fdp.psum(len(x))
 
-    found = fdp.value_and_grad(
-        loss, devices=fdp.virtual_devices(2), reduction="sum", microbatches=microbatches, executor=executor
-    )(W, x)
+    options: Any = {"devices": fdp.virtual_devices(2), "reduction": "sum", "executor": executor}
+    found = fdp.value_and_grad(loss, microbatches=microbatches, **options)(W, x)
     grad, value = torch.func.grad_and_value(lambda w: (x @ w).square().mean() * microbatches)(W)
     assert_close_tree(found, (value, grad))
-
-
-@each_executor
-def test_uneven_microbatches_are_right_or_refused(executor: Any):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return (fdp.psum(x).sum() * w.sum()).square()
-
-    try:
-        fdp.value_and_grad(loss, devices=fdp.virtual_devices(2), microbatches=2, executor=executor)(W, numbers(3, 3))
-    except (RuntimeError, ValueError) as error:
-        assert "psum" in str(error)  # noqa: PT017

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     CASES,
     EXECUTORS,
@@ -25,7 +26,6 @@ from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 def inside_func(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import within
 
-EXECUTORS = ("sequential", "threads")
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 three = fdp.virtual_devices(3)
 W, X = numbers(1) + 2, numbers(6, 1).abs()
 Call = Callable[[Tensor, Tensor], Any]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     EXECUTORS,
     Case,
@@ -26,7 +27,6 @@ from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 @few(2)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 
-EXECUTORS = ("sequential", "threads")
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 W = torch.tensor([1.0, 2.0], dtype=torch.float64)
 X = torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [0.5, 2.5], [1.5, 0.0]], dtype=torch.float64)
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import EXECUTORS, W, each_count, everywhere
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 @each_executor

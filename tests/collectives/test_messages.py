@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import EXECUTORS, X, everywhere
 from tests.common.depth import few
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 Say = Callable[[], Any]

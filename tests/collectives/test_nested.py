@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
+from tests.collectives.cases import each_executor
 from tests.common.threads import many_cores, within
 
 LIMIT = 30.0
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
 X = torch.arange(12.0, dtype=torch.float64) / 10
-each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
 
 
 def limited(call: Callable[[], Any]) -> Any:
@@ -175,21 +175,6 @@ def test_slots_of_calls_inside_meet_where_others_have_not_begun(executor: Any):
     found = limited(lambda: fdp.shard_map(fn, devices=TWO, executor=executor)(X[:8]))
     x = X[:8].reshape(2, 2, 2, 1)
     torch.testing.assert_close(found, (x + x.sum((1, 3), keepdim=True) + x.sum((2, 3), keepdim=True)).reshape(-1))
-
-
-@each_executor
-def test_a_function_that_catches_everything_around_a_call_inside(executor: Any):
-    """Of how slots wait there is nothing to catch."""
-
-    def fn(x: Tensor) -> Tensor:
-        try:
-            return inner(lambda x: x + fdp.psum(x.sum(), "inner"))(x) * fdp.psum(1)
-        except BaseException:
-            return -x
-
-    sums = X.reshape(3, 4).sum(1, keepdim=True)
-    found = limited(lambda: outer(fn, executor=executor)(X))
-    torch.testing.assert_close(found, 3 * (X.reshape(3, 4) + sums).reshape(-1))
 
 
 # ---------------------------------------------------------------- what only one thread may have

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import EXECUTORS, everywhere, ring
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 SLOTS = 3
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import EXECUTORS, leaves, ring
 from tests.common.threads import side_by_side
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 # ---------------------------------------------------------------- randomness

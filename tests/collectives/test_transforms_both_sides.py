@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     EXECUTORS,
     Case,
@@ -27,7 +28,6 @@ from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 TWO, THREE = fdp.virtual_devices(2), fdp.virtual_devices(3)
 Fn = Callable[[Tensor], Tensor]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import EXECUTORS, W, X, each_count, everywhere, leaves, ring
 from tests.common.comparing import assert_close_tree
 from tests.common.containers import Point, tensors_of, with_tensors
 from tests.common.depth import few
 from tests.common.numbers import numbers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
 @dataclasses.dataclass(frozen=True)

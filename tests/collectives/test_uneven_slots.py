@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 
 Sums = Generator[Tensor, Tensor, Tensor]
 Fn = Callable[[int, Tensor, Tensor], Sums]
 W, X = torch.tensor(0.5, dtype=torch.float64), numbers(6)
-each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
 each_slots = pytest.mark.parametrize("slots", [2, 3])
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fdp
+from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     CASES,
     EXECUTORS,
@@ -30,7 +31,6 @@ from tests.common.depth import few
 from tests.common.numbers import numbers
 from tests.common.threads import wake_workers
 
-each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 EXTREMES: dict[str, Case] = {
     "pmax": Case(fdp.pmax, lambda xs, rows: [torch.stack(list(xs)).amax(0)] * len(xs)),

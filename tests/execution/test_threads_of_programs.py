@@ -11,51 +11,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return run_program("import fdp, threading, time, torch, os, sys\n" + textwrap.dedent(code))
 
 
-def test_interrupts_at_any_moment():
-    result = run_python(
-        """
-        import _thread, random, signal
-        os.sched_getaffinity = lambda pid: set(range(3))
-        w, x = torch.tensor(2.0), torch.arange(12.0)
-        armed, over = False, False
-        def handler(*_):
-            global armed
-            if armed:
-                armed = False
-                raise KeyboardInterrupt
-        signal.signal(signal.SIGINT, handler)
-        def disturb():
-            rng = random.Random(0)
-            while not over:
-                time.sleep(rng.random() * 0.004)
-                _thread.interrupt_main()
-        def call():
-            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(6), executor="threads")
-        disturber = threading.Thread(target=disturb, daemon=True)
-        disturber.start()
-        wrong = interrupted = done = 0
-        end = time.monotonic() + 20
-        while time.monotonic() < end and min(interrupted, done) < 200:
-            try:
-                armed = True
-                wrong += not torch.equal(call(), w * x)
-                done += 1
-                armed = False  # none comes where it would end the loop
-            except KeyboardInterrupt:
-                interrupted += 1
-        armed, over = False, True
-        disturber.join()
-        meeting = threading.Barrier(3)
-        def meet(w, x):
-            meeting.wait(30)  # which three at once can do, if no call has left a core reserved
-            return w * x
-        fdp.dp_apply(meet, w, x, fdp.virtual_devices(3), executor="threads")
-        print(wrong, interrupted > 50, done > 50, threading.active_count() <= 1 + 6)  # a thread for each shard
-        """
-    )
-    assert result.stdout.split("\n")[0] == "0 True True True", result.stderr
-
-
 def test_in_a_forked_child():
     result = run_python(
         """
@@ -111,26 +66,3 @@ def test_the_interpreter_ends():
         """
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "30.0\n", "")
-
-
-def test_no_more_threads():
-    result = run_python(
-        """
-        refuse, start = True, threading.Thread.start
-        def starting(self):
-            if refuse:
-                raise RuntimeError("can't start new thread")
-            start(self)
-        threading.Thread.start = starting
-        w, x = torch.tensor(2.0), torch.arange(5.0)
-        def call():
-            return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(5), executor="threads").tolist()
-        try:
-            call()
-        except RuntimeError as error:
-            print(error)
-        refuse = False
-        print(call())
-        """
-    )
-    assert result.stdout == "can't start new thread\n[0.0, 2.0, 4.0, 6.0, 8.0]\n", result.stderr

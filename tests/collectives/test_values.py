@@ -1,7 +1,6 @@
 """Values of collectives, in all kinds of calls and in nested ones, and memory of their own."""
 
 import contextlib
-import gc
 import weakref
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     CASES,
     EXECUTORS,
@@ -20,6 +18,7 @@ from tests.collectives.cases import (
     balanced,
     each_case,
     each_count,
+    each_executor,
     everywhere,
     leaves,
     mapped,
@@ -29,8 +28,6 @@ from tests.collectives.cases import (
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-from tests.common.threads import wake_workers
-
 
 EXTREMES: dict[str, Case] = {
     "pmax": Case(fdp.pmax, lambda xs, rows: [torch.stack(list(xs)).amax(0)] * len(xs)),
@@ -128,34 +125,6 @@ def test_arguments_are_not_changed(case: Case, n: int, executor: Any):
 
 
 @each_executor
-@pytest.mark.parametrize("attached", [True, False])
-def test_nothing_is_kept(attached: bool, executor: Any):
-    def call() -> list[weakref.ref[Any]]:
-        seen: list[weakref.ref[Any]] = []
-
-        def fn(w: Tensor, x: Tensor) -> Tensor:
-            y = fdp.psum(w * x.sum())
-            seen.append(weakref.ref(y))
-            return fdp.all_gather(y.exp(), stack=True).sum() * x
-
-        w, x = torch.ones((), requires_grad=attached), torch.ones(3)
-        out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(3), executor=executor)
-        if attached:
-            torch.autograd.grad(out.sum(), w)
-        return [weakref.ref(w), weakref.ref(x), weakref.ref(out), weakref.ref(fn), *seen]
-
-    call()
-    gc.collect()
-    gc.disable()
-    try:
-        references = call()
-        wake_workers()
-        assert {reference() for reference in references} == {None}
-    finally:
-        gc.enable()
-
-
-@each_executor
 def test_an_argument_is_let_go_of(executor: Any):
     def fn(i: int) -> None:
         x = torch.ones(3)
@@ -193,45 +162,6 @@ def test_nested_calls(inner: str, inner_executor: Any, executor: Any):
     (out * numbers(7, 3)).sum().backward()
     (expected * numbers(7, 3)).sum().backward()
     assert_close_tree([x.grad for x in found], [x.grad for x in wanted])
-
-
-@each_executor
-def test_the_outer_axis_in_an_inner_call(executor: Any):
-    """Right, or an error."""
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        def part(w: Tensor, x: Tensor) -> Tensor:
-            assert fdp.axis_size("outer") == 2
-            return fdp.psum((w * x).sum(), "outer") * x
-
-        return fdp.dp_apply(part, w, x, fdp.virtual_devices(2), axis_name="inner", executor=executor)
-
-    x = torch.arange(8.0)
-    try:
-        out = fdp.dp_apply(fn, torch.ones(()), x, fdp.virtual_devices(2), axis_name="outer", executor=executor)
-    except RuntimeError as error:
-        assert "psum" in str(error)  # noqa: PT017
-    else:
-        sums = torch.tensor([0 + 1 + 4 + 5.0, 2 + 3 + 6 + 7.0])
-        assert torch.equal(out, x * sums.repeat_interleave(2).repeat(2))
-
-
-def test_three_calls_deep():
-    def one(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum(x.sum(), "c") * x
-
-    def two(w: Tensor, x: Tensor) -> Tensor:
-        y = fdp.psum(x.sum(), "b")
-        return fdp.dp_apply(one, w, x, fdp.virtual_devices(2), axis_name="c") * y
-
-    def three(w: Tensor, x: Tensor) -> Tensor:
-        y = fdp.dp_apply(two, w, x, fdp.virtual_devices(2), axis_name="b")
-        return y * fdp.psum(x.sum(), "a")
-
-    x = torch.arange(8.0)
-    sums = [x.view(4, 2).sum(1).repeat_interleave(2) * 0 + x, x.view(2, 4).sum(1).repeat_interleave(4), x.sum()]
-    found = fdp.dp_apply(three, None, x, fdp.virtual_devices(2), axis_name="a")
-    assert_close_tree(found, x * sums[0].view(4, 2).sum(1).repeat_interleave(2) * sums[1] * sums[2])
 
 
 def test_pairs_in_any_order_are_the_same_permutation():

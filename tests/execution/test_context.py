@@ -1,97 +1,20 @@
 """What a shard sees of its surroundings, and what it cannot do to the other shards."""
 
-import contextlib
 import contextvars
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import fdp
-from tests.common.comparing import assert_close_tree, assert_same_tree
-from tests.common.settings import default_dtype
+from tests.common.comparing import assert_same_tree
 
 W = torch.tensor(2.0, dtype=torch.float64)
 SLOTS = fdp.virtual_devices(4)
 ROWS = torch.arange(8, dtype=torch.float64)
 
 
-def state() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_num_threads(),
-    )
-
-
-SURROUNDINGS: dict[str, Callable[[], Any]] = {
-    "plain": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-    "autocast-off": lambda: torch.autocast("cpu", enabled=False),
-    "default-dtype": default_dtype,
-    "default-device": lambda: torch.device("meta"),
-}
-
-
-@pytest.mark.parametrize("name", SURROUNDINGS)
-@pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
-def test_the_function_sees_what_its_caller_set(name: str, slots: int, executor: Any):
-    devices = fdp.virtual_devices(slots)
-    seen: list[Any] = []
-
-    def fn(*_: Any) -> None:
-        seen.append(state())
-
-    with SURROUNDINGS[name]():
-        want = state()
-        fdp.dp_apply(fn, W, ROWS, devices, executor=executor)
-        fdp.shard_map(fn, devices=devices, executor=executor)(ROWS)
-        fdp.parallel_apply(fn, W, devices=devices, executor=executor)
-        assert state() == want
-    assert seen == [want] * 3 * slots
-
-
 # Under torch.func `torch.get_default_device` itself fails.
-@pytest.mark.parametrize("name", [name for name in SURROUNDINGS if name != "default-device"])
-@pytest.mark.parametrize("slots", [1, 4])
-def test_inside_gradient_functions_it_sees_what_torch_func_shows(name: str, slots: int):
-    seen: list[Any] = []
-
-    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        seen.append(state())
-        return (w * x).mean()
-
-    with SURROUNDINGS[name]():
-        fdp.value_and_grad(loss, devices=fdp.virtual_devices(slots))(W, ROWS)
-        torch.func.grad(loss)(W, ROWS)
-    want = seen.pop()
-    assert want[0]
-    assert seen == [want] * slots
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_results_carry_what_the_mode_says(slots: int):
-    devices = fdp.virtual_devices(slots)
-    w = W.clone().requires_grad_()
-    with torch.no_grad():
-        assert not fdp.dp_apply(torch.mul, w, ROWS, devices).requires_grad
-    with torch.inference_mode():
-        assert fdp.dp_apply(torch.mul, w, ROWS, devices).is_inference()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = fdp.shard_map(torch.matmul, devices=devices, in_dims=(0, None))(torch.ones(8, 2), torch.eye(2))
-        assert out.dtype is torch.bfloat16
-    assert fdp.dp_apply(torch.mul, w, ROWS, devices).requires_grad
 
 
 def test_a_shard_cannot_change_the_mode_of_the_next():
@@ -110,9 +33,10 @@ def test_a_shard_cannot_change_the_mode_of_the_next():
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
 
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("run", ["dp_apply", "parallel_apply", "grad", "grad-transformed", "microbatches", "count"])
-def test_context_variables_do_not_leak(run: str, slots: int):
+def test_context_variables_do_not_leak(run: str, slots: int, executor: Any):
     seen: list[int] = []
 
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -120,21 +44,21 @@ def test_context_variables_do_not_leak(run: str, slots: int):
         VARIABLE.set(100 + len(seen))
         return (w * x).mean()
 
-    devices = fdp.virtual_devices(slots)
+    options: Any = {"devices": fdp.virtual_devices(slots), "executor": executor}
     token = VARIABLE.set(7)
     match run:
         case "dp_apply":
-            fdp.dp_apply(fn, W, ROWS, devices, out_dims="mean")
+            fdp.dp_apply(fn, W, ROWS, out_dims="mean", **options)
         case "parallel_apply":
-            fdp.parallel_apply(fn, W, fdp.scatter(ROWS, devices))
+            fdp.parallel_apply(fn, W, fdp.scatter(ROWS, options["devices"]), executor=executor)
         case "grad":
-            fdp.grad(fn, devices=devices)(W, ROWS)
+            fdp.grad(fn, **options)(W, ROWS)
         case "grad-transformed":
-            torch.func.grad(lambda w: fdp.value_and_grad(fn, devices=devices)(w, ROWS)[0])(W)
+            torch.func.grad(lambda w: fdp.value_and_grad(fn, **options)(w, ROWS)[0])(W)
         case "microbatches":
-            fdp.grad(fn, devices=devices, microbatches=2)(W, ROWS)
+            fdp.grad(fn, microbatches=2, **options)(W, ROWS)
         case "count":
-            fdp.grad(fn, devices=devices, count=lambda w, x: float(fn(w.detach(), x)) + 9)(W, ROWS)
+            fdp.grad(fn, count=lambda w, x: float(fn(w.detach(), x)) + 9, **options)(W, ROWS)
     assert seen == [7] * slots * (2 if run in ("microbatches", "count") else 1)
     assert VARIABLE.get() == 7
     VARIABLE.reset(token)
@@ -193,40 +117,6 @@ def of_slot(seed: int, slot: int, rows: int) -> torch.Tensor:
     return torch.rand(rows, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("executor", ["auto", "sequential", "threads"])
-def test_a_seed_gives_the_same_numbers_in_ten_runs(executor: Any):
-    runs = [fdp.dp_apply(draw, W, ROWS, SLOTS, seed=7, executor=executor) for _ in range(10)]
-    for run in runs:
-        assert_same_tree(run, runs[0])
-    assert not torch.equal(runs[0], fdp.dp_apply(draw, W, ROWS, SLOTS, seed=8))
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_slot_i_draws_from_fold_in(slots: int):
-    devices = fdp.virtual_devices(slots)
-    parts = fdp.scatter(ROWS, devices)
-    want = torch.cat([of_slot(7, i, len(part)) for i, part in enumerate(parts.shards)])
-    assert_same_tree(fdp.dp_apply(draw, W, ROWS, devices, seed=7), want)
-    assert_same_tree(fdp.shard_map(lambda x: draw(None, x), devices=devices, seed=7)(ROWS), want)
-    assert_same_tree(fdp.gather(as_sharded(fdp.parallel_apply(draw, W, parts, seed=7)), 0), want)
-    aux = fdp.grad(lambda w, x: ((w * x).mean(), draw(w, x)), has_aux=True, aux_dims=0, devices=devices, seed=7)(
-        W, ROWS
-    )
-    assert_same_tree(aux[1], want)
-
-
-def as_sharded(value: Any) -> fdp.Sharded:
-    assert isinstance(value, fdp.Sharded)
-    return value
-
-
-def test_slots_draw_different_numbers():
-    out = fdp.dp_apply(draw, W, ROWS, SLOTS, seed=7)
-    assert len(set(out.tolist())) == 8
-    masks = fdp.dp_apply(lambda w, x: F.dropout(torch.ones(1, 64)), W, ROWS, SLOTS, seed=7)
-    assert len({tuple(mask.tolist()) for mask in masks}) == 4
-
-
 def test_active_slots_draw_by_their_new_numbers():
     out = fdp.dp_apply(draw, W, ROWS, SLOTS, seed=7, weights=(0, 1, 0, 1))
     assert_same_tree(out, torch.cat([of_slot(7, 0, 4), of_slot(7, 1, 4)]))
@@ -240,45 +130,6 @@ def test_microbatches_draw_different_numbers():
     draws = [fdp.grad(loss, microbatches=2, **options)(W, ROWS)[1] for _ in range(3)]
     assert len(set(draws[0].tolist())) == 8
     assert_same_tree(draws[1:], draws[:1] * 2)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_generator_is_untouched(fails: bool):
-    def fn(_: Any, x: torch.Tensor) -> torch.Tensor:
-        torch.rand(3)
-        torch.manual_seed(5)
-        if fails:
-            raise ValueError("failed")
-        return x
-
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="failed") if fails else contextlib.nullcontext():
-        fdp.dp_apply(fn, W, ROWS, SLOTS, seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.initial_seed() == 3
-
-
-def test_without_a_seed_the_callers_generator_is_drawn_from():
-    torch.manual_seed(3)
-    out = fdp.dp_apply(draw, W, ROWS, SLOTS)
-    torch.manual_seed(3)
-    assert_same_tree(out, torch.rand(8, dtype=torch.float64))
-
-
-def test_dropout_with_a_seed_has_its_exact_gradient():
-    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return (F.dropout(x) * w).mean()
-
-    value, grad = fdp.value_and_grad(loss, devices=SLOTS, seed=7)(W, ROWS)
-    assert_close_tree(grad * W, value)
-    assert float(grad) != float(fdp.grad(loss, devices=SLOTS, seed=8)(W, ROWS))
-
-
-@pytest.mark.parametrize("seed", ["7", 7.0, torch.tensor(7), (1, 2)])
-def test_a_seed_is_an_int(seed: Any):
-    with pytest.raises(TypeError, match=r"^dp_apply: seed must be an int"):
-        fdp.dp_apply(draw, W, ROWS, SLOTS, seed=seed)
 
 
 def test_fold_in():

@@ -1,6 +1,5 @@
 """What torch keeps for the whole process, used from shards that run side by side."""
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import fdp
 from tests.common.depth import few
@@ -49,12 +47,6 @@ def tied() -> nn.Module:
 def hooked() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     module[0].register_forward_hook(lambda module, args, out: scaled(out, module))
-    return module
-
-
-def closing() -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    module[1].register_forward_hook(lambda _, args, out: scaled(out, module[0]))
     return module
 
 
@@ -169,80 +161,14 @@ def test_forward_mode_in_shards_is_refused(fn: Callable[..., torch.Tensor]):
     torch.testing.assert_close(found, torch.cat([fn(w, part) for part in X.split(2)]))
 
 
-def looking(look: Callable[[], Any]) -> Callable[..., torch.Tensor]:
-    return lambda w, x: (look(), w * x)[1]
+def test_a_float_count_is_refused_in_forward_mode():
+    def count(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(float(len(x)))
 
-
-def checkpointed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(torch.mul, w, x, use_reentrant=False)
-
-
-CLOSING, NORMED = closing().double(), parametrizations.weight_norm(nn.Linear(3, 3)).double()
-
-
-def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(CLOSING, dict(CLOSING.named_parameters()), (w * x,))
-
-
-def seeded(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return fdp.dp_apply(torch.mul, w, x, fdp.virtual_devices(2), seed=1)
-
-
-REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "manual_seed": (looking(lambda: torch.manual_seed(0)), r"torch\.manual_seed, which looks at"),
-    "seed": (looking(lambda: torch.seed()), r"torch\.seed, which looks at"),
-    "get_rng_state": (looking(lambda: torch.get_rng_state()), r"torch\.get_rng_state, which looks at"),
-    "set_rng_state": (
-        looking(lambda: torch.random.set_rng_state(torch.zeros(1))),
-        r"torch\.set_rng_state, which looks",
-    ),
-    "checkpoint": (checkpointed, "torch.get_rng_state.*preserve_rng_state=False does too"),
-    "a seeded call": (seeded, "another one with a seed, which looks at"),
-    "a module in place": (in_place, "a module that can only be called in place.*remove what leads back"),
-}
-RUN: dict[str, Callable[..., Any]] = {
-    "dp_apply": threads,
-    "value_and_grad": lambda fn, w, x: fdp.value_and_grad(
-        lambda w, x: fn(w, x).mean(), devices=fdp.virtual_devices(4), executor="threads"
-    )(w, x),
-}
-
-
-@few(3)
-@pytest.mark.parametrize("run", RUN.values(), ids=RUN)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_the_process_to_itself_is_refused(name: str, run: Callable[..., Any]):
-    fn, match = REFUSED[name]
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=f"executor='threads': the function calls .*{match}"):
-        run(fn, X[0], X)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.testing.assert_close(threads(torch.mul, X[0], X), X[0] * X)
-
-
-def test_a_checkpoint_that_keeps_no_state_is_allowed():
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda h: h.sin(), w * x, use_reentrant=False, preserve_rng_state=False)
-
-    found = RUN["value_and_grad"](fn, X[0], X)
-    torch.testing.assert_close(found, torch.func.grad_and_value(lambda w: (w * X).sin().mean())(X[0])[::-1])
-
-
-def is_forward_mode() -> bool:
-    """Where it is under way a count that is a float tensor is refused."""
-    loss = fdp.value_and_grad(
-        lambda w, x: f(w, x).mean(), devices=fdp.virtual_devices(2), count=lambda w, x: torch.tensor(float(len(x)))
-    )
-    with contextlib.suppress(ValueError):
+    loss = fdp.value_and_grad(lambda w, x: f(w, x).mean(), devices=fdp.virtual_devices(2), count=count)
+    loss(X[0], X)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="count"):
         loss(X[0], X)
-        return False
-    return True
-
-
-def test_a_float_count_shows_forward_mode():
-    assert not is_forward_mode()
-    with forward_ad.dual_level():
-        assert is_forward_mode()
 
 
 def test_forward_mode_may_wait_for_a_thread_that_uses_it():

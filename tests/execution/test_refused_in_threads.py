@@ -36,6 +36,14 @@ def looking(look: Callable[[], Any]) -> Callable[..., torch.Tensor]:
     return lambda w, x: (look(), w * x)[1]
 
 
+CLOSING = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+CLOSING[1].register_forward_hook(lambda _, args, out: out * CLOSING[0].bias.sum())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(CLOSING, dict(CLOSING.named_parameters()), (w * x,))
+
+
 STATE = torch.get_rng_state()
 LOOKS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "manual_seed": (looking(lambda: torch.manual_seed(3)), r"torch\.manual_seed"),
@@ -46,6 +54,7 @@ LOOKS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "set_rng_state": (looking(lambda: torch.set_rng_state(STATE)), r"torch\.set_rng_state"),
     "fork_rng": (looking(lambda: torch.random.fork_rng(devices=[]).__enter__()), r"torch\.get_rng_state"),
     "checkpoint": (checkpointed, r"torch\.get_rng_state.*for torch\.utils\.checkpoint, preserve_rng_state=False does"),
+    "a module in place": (in_place, "a module that can only be called in place.*remove what leads back"),
     "a seed inside": (seeded, "another one with a seed"),
     "in a call inside": (
         lambda w, x: fdp.dp_apply(looking(lambda: torch.get_rng_state()), w, x, fdp.virtual_devices(2)),
@@ -61,6 +70,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+@pytest.mark.filterwarnings("ignore:Calls of this Sequential run on the module itself:UserWarning")
 @each_call
 @pytest.mark.parametrize("name", LOOKS)
 def test_looks_at_the_generator(name: str, call: Callable[[Any, Any], Any]):

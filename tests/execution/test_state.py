@@ -142,26 +142,6 @@ def test_what_a_shard_sets_ends_with_it():
     assert seen == [want] * 40
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads"])
-@pytest.mark.parametrize("slots", [1, 4])
-def test_autocast_of_a_model_and_its_gradient(slots: int, executor: Any):
-    torch.manual_seed(0)
-    apply, (params, _) = fdp.functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    x, dtypes = torch.randn(8, 3), set()
-
-    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        out, _ = apply((p, {}), x)
-        dtypes.add(out.dtype)
-        return out.float().square().mean()
-
-    with torch.autocast("cpu", torch.bfloat16):
-        grads = fdp.grad(loss, devices=fdp.virtual_devices(slots), executor=executor)(params, x)
-        want = fdp.grad(loss, devices="cpu")(params, x)
-    assert dtypes == {torch.bfloat16}
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-3)
-
-
 def test_a_shards_own_autocast_does_not_empty_the_callers_cache():
     linear = nn.Linear(3, 3)
     casts = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fdp
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
-from tests.common.numbers import COUNTS, numbers
+from tests.common.numbers import numbers
 from tests.common.settings import default_device, default_dtype
 from tests.common.threads import has_all_cores, side_by_side, wake_workers
 
@@ -281,18 +281,6 @@ def test_two_slots_fail(call: Callable[..., Any], executor: Any):
     ]
 
 
-@few()
-@each_executor
-@pytest.mark.parametrize("slots", COUNTS)
-def test_the_last_slot_fails(slots: int, executor: Any):
-    error = TwoArguments(500, "last")
-    first = fdp.scatter(ROWS, fdp.virtual_devices(slots))[slots - 1][0]
-    with pytest.raises(TwoArguments, match="500: last") as caught:
-        fdp.dp_apply(failing({int(first): error}), FACTOR, ROWS, fdp.virtual_devices(slots), executor=executor)
-    assert caught.value is error
-    assert error.__notes__ == [f"in shard {slots - 1} of {slots}, rows {int(first)}:8, on cpu"]
-
-
 # ---- interrupts
 
 
@@ -342,33 +330,3 @@ def test_an_interrupt_leaves_nothing_behind(name: str, how: str, at: int, execut
         gc.enable()
     assert set(threading.enumerate()) == threads
     assert has_all_cores()
-
-
-@few()
-@each_executor
-@each_call
-def test_a_failure_leaves_nothing_behind(call: Callable[..., Any], executor: Any):
-    refs: list[weakref.ref[Any]] = []
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        out = w * x
-        refs.extend(map(weakref.ref, (x, out)))
-        if int(x[0]) in (2, 6):
-            raise TwoArguments(1, "now")
-        return out
-
-    call(torch.mul, "threads")
-    active = threading.active_count()
-    gc.disable()
-    try:
-        for _ in range(3):
-            with pytest.raises(TwoArguments, match="1: now") as caught:
-                call(fn, executor)
-            refs.append(weakref.ref(caught.value))
-            del caught
-            assert len(refs) > 8
-            wake_workers()
-            assert [ref() for ref in refs if ref() is not None] == []
-    finally:
-        gc.enable()
-    assert threading.active_count() == active

@@ -1,44 +1,17 @@
-"""Whether two trees are the same: bit by bit, or up to rounding."""
+"""Whether two trees are the same: bit by bit, or up to rounding. On which devices they are makes no difference."""
 
-from collections import defaultdict, deque
 from typing import Any
 
 import torch
 
 from property_tests.places import moved
-from tests.common.containers import children_of, mapped, tensors_of
+from tests.common.comparing import assert_same_tree
+from tests.common.containers import mapped, tensors_of
 
 
-def assert_same(got: Any, want: Any, path: str = "tree") -> None:
+def assert_same(got: Any, want: Any) -> None:
     """Two trees are the same bit by bit: containers, dtypes, values with their NaNs and signs, and other leaves."""
-    assert type(got) is type(want) or isinstance(want, torch.Tensor), f"{path}: {type(got)} != {type(want)}"
-    if isinstance(want, torch.Tensor):
-        assert isinstance(got, torch.Tensor), path
-        assert got.dtype == want.dtype, f"{path}: {got.dtype} != {want.dtype}"
-        assert got.shape == want.shape, f"{path}: {got.shape} != {want.shape}"
-        assert torch.equal(_bits(got), _bits(want)), f"{path}: {got} != {want}"
-        return
-    parts = children_of(want)
-    if parts is None:
-        assert got is want or got == want or (got != got and want != want), f"{path}: {got!r} != {want!r}"
-        return
-    others = children_of(got)
-    assert others is not None
-    assert len(others) == len(parts), path
-    if isinstance(want, dict):
-        assert list(got) == list(want), f"{path}: keys {list(got)} != {list(want)}"
-    if isinstance(want, defaultdict):
-        assert got.default_factory is want.default_factory, path
-    if isinstance(want, deque):
-        assert got.maxlen == want.maxlen, path
-    for i, (other, part) in enumerate(zip(others, parts, strict=True)):
-        assert_same(other, part, f"{path}[{i}]")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    )
+    assert_same_tree(got, want, anywhere=True)
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
@@ -48,7 +21,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
     for i, (a, b) in enumerate(zip(tensors_of(got), tensors_of(want), strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"tensor {i}"
         if not b.dtype.is_floating_point and not b.dtype.is_complex:
-            assert_same(a, b, f"tensor {i}")
+            assert_same(a, b)
             continue
         scale = max(1.0, float(b.detach().abs().max())) if b.numel() else 1.0
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * scale, msg=lambda m, i=i: f"tensor {i}: {m}")

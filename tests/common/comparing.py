@@ -11,9 +11,12 @@ from torch import Tensor
 from tests.common.containers import children_of, tensors_of
 
 
-def assert_same_tree(got: Any, want: Any) -> None:
-    """Structure, types of containers, order of dicts, dtypes, values bit by bit, and leaves that are no tensors."""
-    _compare(got, want, _assert_same_bits, "tree")
+def assert_same_tree(got: Any, want: Any, *, anywhere: bool = False) -> None:
+    """Structure, types of containers, order of dicts, dtypes, values bit by bit, and leaves that are no tensors.
+
+    `anywhere`: tensors may be on other devices.
+    """
+    _compare(got, want, _assert_same_bits, "tree", anywhere)
 
 
 def assert_close_tree(got: Any, want: Any, rtol: float = 1e-10) -> None:
@@ -25,12 +28,13 @@ def assert_close_tree(got: Any, want: Any, rtol: float = 1e-10) -> None:
     _compare(got, want, close, "tree")
 
 
-def _compare(got: Any, want: Any, compare: Callable[[Tensor, Tensor, str], None], path: str) -> None:
+def _compare(
+    got: Any, want: Any, compare: Callable[[Tensor, Tensor, str], None], path: str, anywhere: bool = False
+) -> None:
     if isinstance(want, Tensor):
         assert isinstance(got, Tensor), f"{path}: {type(got)} is no tensor"
-        assert (got.dtype, got.shape, got.device, got.layout) == (want.dtype, want.shape, want.device, want.layout), (
-            path
-        )
+        one, other = ((t.dtype, t.shape, t.layout, anywhere or t.device) for t in (got, want))
+        assert one == other, f"{path}: {one} != {other}"
         compare(got.detach(), want.detach(), path)
         return
     assert type(got) is type(want), f"{path}: {type(got)} != {type(want)}"
@@ -46,11 +50,12 @@ def _compare(got: Any, want: Any, compare: Callable[[Tensor, Tensor, str], None]
     if isinstance(want, deque):
         assert got.maxlen == want.maxlen, path
     for i, (other, part) in enumerate(zip(others, parts, strict=True)):
-        _compare(other, part, compare, f"{path}[{i}]")
+        _compare(other, part, compare, f"{path}[{i}]", anywhere)
 
 
 def _assert_same_bits(got: Tensor, want: Tensor, path: str) -> None:
-    a, b = (t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (got, want))
+    whole = {"memory_format": torch.contiguous_format}
+    a, b = (t.cpu().resolve_conj().resolve_neg().clone(**whole).reshape(-1).view(torch.uint8) for t in (got, want))
     assert torch.equal(a, b), f"{path}: {got} != {want}"
 
 

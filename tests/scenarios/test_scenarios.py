@@ -261,21 +261,6 @@ def test_hugging_face_like_gradients(kind: type[ModelOutput], slots: int):
     assert_close_tree(out, forward(kind, PARAMS, **inputs()))
 
 
-@KINDS
-def test_hugging_face_like_backward(kind: type[ModelOutput]):
-    params = {name: value.clone().requires_grad_() for name, value in PARAMS.items()}
-    out = fdp.dp_apply(
-        lambda params, **kwargs: forward(kind, params, **kwargs),
-        *(params, (), fdp.virtual_devices(3)),
-        kwargs=inputs(),
-        kwarg_dims={"names": "items"},
-        out_dims={"loss": "sum"},
-    )
-    out.loss.backward()
-    want = torch.func.grad(lambda params: forward(kind, params, **inputs()).loss)(PARAMS)
-    assert_close_tree({name: value.grad for name, value in params.items()}, want)
-
-
 @pytest.mark.parametrize("slots", [1, 3])
 def test_labels_that_are_too_few(slots: int):
     kwargs = inputs() | {"labels": token_batch(6)[1]}
@@ -314,25 +299,3 @@ def test_a_loss_that_is_not_mentioned(kind: type[ModelOutput]):
     )
     with pytest.raises(ValueError, match=message):
         run(kind, 3, inputs(), out_dims=0)
-
-
-@KINDS
-def test_tags_that_differ(kind: type[ModelOutput]):
-    def fn(kind: Any, params: Any, **kwargs: Any) -> Any:
-        return kind(loss=params["w"].sum(), logits=kwargs["input_ids"], tag=kwargs["names"][0])
-
-    message = (
-        r"dp_apply: out(\.tag|\['tag'\]) differs between shards: row 0 in shard 0, row 3 in shard 1, row 6 in shard 2"
-    )
-    with pytest.raises(ValueError, match=message):
-        run(kind, 3, inputs(), fn, out_dims={"loss": "mean"})
-
-
-@KINDS
-def test_fields_that_only_some_shards_return(kind: type[ModelOutput]):
-    def fn(kind: Any, params: Any, **kwargs: Any) -> Any:
-        extra = kwargs["names"][0] == "row 0"
-        return kind(logits=kwargs["input_ids"], hidden=kwargs["labels"] if extra else None)
-
-    with pytest.raises(ValueError, match=r"dp_apply: shards differ in structure: out.* in shard 0, .* in shard 1"):
-        run(kind, 3, inputs(), fn, out_dims=0)

@@ -1,5 +1,6 @@
 """What pages about collectives build, from end to end: their functions as the pages have them, against one device."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 each_count = pytest.mark.parametrize("slots", COUNTS)
 
 
+@functools.cache
 def page(name: str) -> SimpleNamespace:
     """The names that a page of the docs defines."""
     path, names = ROOT / "docs" / "how_to" / f"{name}.md", dict[str, Any](__name__="page")
@@ -29,26 +31,6 @@ def page(name: str) -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-@pytest.fixture(scope="module")
-def collectives() -> SimpleNamespace:
-    return page("collectives")
-
-
-@pytest.fixture(scope="module")
-def optimizers() -> SimpleNamespace:
-    return page("optimizers")
-
-
-@pytest.fixture(scope="module")
-def ensembles() -> SimpleNamespace:
-    return page("ensembles_and_maml")
-
-
-@pytest.fixture(scope="module")
-def unequal_gpus() -> SimpleNamespace:
-    return page("unequal_gpus")
-
-
 # ---- standardised
 
 
@@ -56,12 +38,12 @@ def unequal_gpus() -> SimpleNamespace:
 @each_executor
 @each_count
 @pytest.mark.parametrize("rows", [13, 8, 2])
-def test_standardised_by_the_whole_batch(collectives: Any, slots: int, rows: int, executor: Any):
+def test_standardised_by_the_whole_batch(slots: int, rows: int, executor: Any):
     def one(x: Tensor) -> Tensor:
         return (x - x.mean(0)) / x.std(0, correction=0)
 
     x, other = numbers(rows, 3).requires_grad_(), numbers(rows, 3).requires_grad_()
-    got = fdp.dp_apply(collectives.standardised, None, x, fdp.virtual_devices(slots), executor=executor)
+    got = fdp.dp_apply(page("collectives").standardised, None, x, fdp.virtual_devices(slots), executor=executor)
     want = one(other)
     (got**3).sum().backward()
     (want**3).sum().backward()
@@ -72,17 +54,17 @@ def test_standardised_by_the_whole_batch(collectives: Any, slots: int, rows: int
 
 
 @each_count
-def test_the_trap_is_as_large_as_the_page_says(collectives: Any, slots: int):
+def test_the_trap_is_as_large_as_the_page_says(slots: int):
     devices, w, x = fdp.virtual_devices(slots), torch.tensor(1.0, dtype=torch.float64), numbers(14)
     total = x.sum()
-    torch.testing.assert_close(fdp.dp_apply(collectives.right, w, x, devices, out_dims=None), total)
-    each = fdp.dp_apply(collectives.trap, w, x, devices, out_dims="list")
+    torch.testing.assert_close(fdp.dp_apply(page("collectives").right, w, x, devices, out_dims=None), total)
+    each = fdp.dp_apply(page("collectives").trap, w, x, devices, out_dims="list")
     torch.testing.assert_close(torch.stack(each), slots * torch.stack([part.sum() for part in x.tensor_split(slots)]))
 
     def summed(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum(collectives.total(w, x))
+        return fdp.psum(page("collectives").total(w, x))
 
-    value, grad = fdp.value_and_grad(collectives.mean_of_all, devices=devices)(w, x)
+    value, grad = fdp.value_and_grad(page("collectives").mean_of_all, devices=devices)(w, x)
     torch.testing.assert_close((value, grad), (total / 14, total / 14))
     value, grad = fdp.value_and_grad(summed, devices=devices, reduction="sum")(w, x)
     torch.testing.assert_close((value, grad), (slots * total, slots * total))
@@ -229,13 +211,13 @@ def stack_of(members: int) -> tuple[list[nn.Module], dict[str, Tensor]]:
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count
-def test_each_member_of_an_ensemble_learns_as_if_alone(ensembles: Any, slots: int, members: int, executor: Any):
+def test_each_member_of_an_ensemble_learns_as_if_alone(slots: int, members: int, executor: Any):
     models, stacked = stack_of(members)
     x, y = numbers(10, 6), torch.arange(10) % 3
     parts: Any = fdp.scatter(stacked, fdp.virtual_devices(slots))
     losses: Any = None
     for _ in range(3):
-        parts, losses = fdp.parallel_apply(ensembles.train_members, parts, x, y, executor=executor)
+        parts, losses = fdp.parallel_apply(page("ensembles_and_maml").train_members, parts, x, y, executor=executor)
     trained = fdp.gather(parts, 0)
 
     want_losses = []
@@ -255,11 +237,11 @@ def test_each_member_of_an_ensemble_learns_as_if_alone(ensembles: Any, slots: in
 @each_executor
 @pytest.mark.parametrize("members", [7, 3])
 @each_count
-def test_an_ensemble_predicts_as_on_one_device(ensembles: Any, slots: int, members: int, executor: Any):
+def test_an_ensemble_predicts_as_on_one_device(slots: int, members: int, executor: Any):
     models, stacked = stack_of(members)
     x = numbers(10, 6)
     ensemble = fdp.shard_map(
-        ensembles.predict_members,
+        page("ensembles_and_maml").predict_members,
         devices=fdp.virtual_devices(slots),
         in_dims=(0, None),
         out_dims=None,
@@ -296,9 +278,9 @@ def torch_adam(params: Any) -> torch.optim.Optimizer:
 
 @each_executor
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_functional_optimizers_on_replicas(optimizers: Any, name: str, executor: Any):
-    update, make = {"sgd": (optimizers.sgd, torch_sgd), "adam": (optimizers.adam, torch_adam)}[name]
-    start = optree.tree_map(torch.zeros_like, PARAMS) if name == "sgd" else optimizers.adam_init(PARAMS)
+def test_functional_optimizers_on_replicas(name: str, executor: Any):
+    update, make = {"sgd": (page("optimizers").sgd, torch_sgd), "adam": (page("optimizers").adam, torch_adam)}[name]
+    start = optree.tree_map(torch.zeros_like, PARAMS) if name == "sgd" else page("optimizers").adam_init(PARAMS)
 
     def step(params: Any, state: Any, a: Tensor, b: Tensor) -> Any:
         return update(params, contrastive_step(params, a, b)[1], state)
@@ -317,16 +299,16 @@ def test_functional_optimizers_on_replicas(optimizers: Any, name: str, executor:
 @each_executor
 @pytest.mark.parametrize("make", [torch_sgd, torch_adam])
 @pytest.mark.parametrize("slots", [1, 4])
-def test_torch_optim_on_replicas(optimizers: Any, slots: int, make: Any, executor: Any):
+def test_torch_optim_on_replicas(slots: int, make: Any, executor: Any):
     devices = fdp.virtual_devices(slots)
     params = fdp.replicate(PARAMS, devices)
     each = params.map(lambda shard: make(shard.values()))
     batch = [fdp.scatter(x, devices) for x in regression(11)]
     for _ in range(5):
-        fdp.parallel_apply(optimizers.torch_step, params, each, *batch, executor=executor)
+        fdp.parallel_apply(page("optimizers").torch_step, params, each, *batch, executor=executor)
     for slot in range(slots):
         assert_same_tree(params[slot], params[0])
-    assert_close_tree(fdp.unreplicate(params), on_one_device(make, 5, optimizers.loss, regression(11)))
+    assert_close_tree(fdp.unreplicate(params), on_one_device(make, 5, page("optimizers").loss, regression(11)))
 
 
 @each_executor
@@ -348,67 +330,20 @@ def test_torch_optim_on_gradients_of_value_and_grad(slots: int, executor: Any):
     assert_close_tree(fdp.unreplicate(params), on_one_device(torch_adam, 5))
 
 
-@each_executor
-@pytest.mark.parametrize("slots", [1, 2])
-def test_torch_optim_with_gradients_inside(slots: int, executor: Any):
-    """A loss with collectives is differentiated by torch.func inside; what optimizers step on is the caller's own."""
-    devices = fdp.virtual_devices(slots)
-    params = fdp.replicate(PARAMS, devices)
-    for shard in params.shards:
-        for p in shard.values():
-            p.requires_grad_()
-    optimizers = fdp.Replicated(tuple(torch_sgd(shard.values()) for shard in params.shards), devices)
-
-    def step(params: Any, optimizer: Any, a: Tensor, b: Tensor) -> None:
-        rows = fdp.psum(fdp.axis_rows())
-        grads = torch.func.grad(lambda params: contrastive_sum(params, a, b) / rows)(params)
-        for name, p in params.items():
-            p.grad = fdp.psum(grads[name].detach())
-        optimizer.step()
-
-    batch = [fdp.scatter(x, devices) for x in pairs(11)]
-    for _ in range(5):
-        fdp.parallel_apply(step, params, optimizers, *batch, executor=executor)
-    got = {name: p.detach() for name, p in params[slots - 1].items()}
-    assert_close_tree(got, on_one_device(torch_sgd, 5))
-
-
-@each_executor
-def test_torchopt_on_replicas(executor: Any):
-    torchopt = pytest.importorskip("torchopt")
-    optimizer = torchopt.adam(lr=1e-2)
-
-    def update(params: Any, grads: Any, state: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params=params, inplace=False)
-        return torchopt.apply_updates(params, updates, inplace=False), state
-
-    def step(params: Any, state: Any, a: Tensor, b: Tensor) -> Any:
-        return update(params, contrastive_step(params, a, b)[1], state)
-
-    devices = fdp.virtual_devices(4)
-    params: Any = fdp.replicate(PARAMS, devices)
-    state: Any = fdp.replicate(optimizer.init(PARAMS), devices)
-    want, want_state = PARAMS, optimizer.init(PARAMS)
-    batch = [fdp.scatter(x, devices) for x in pairs(11)]
-    for _ in range(5):
-        params, state = fdp.parallel_apply(step, params, state, *batch, executor=executor)
-        want, want_state = update(want, torch.func.grad(contrastive_on_one_device)(want, *pairs(11)), want_state)
-    for slot in range(4):
-        assert_close_tree((params[slot], state[slot]), (want, want_state))
-
-
 # ---- unequal devices
 
 
 @each_executor
 @pytest.mark.parametrize("weights", [(1, 2, 3, 4), (0.3, 0, 5.5, 1e-9), (0, 0, 0, 1)], ids=str)
-def test_weights_do_not_change_the_numbers(unequal_gpus: Any, weights: Any, executor: Any):
+def test_weights_do_not_change_the_numbers(weights: Any, executor: Any):
     devices, (x, y) = fdp.virtual_devices(4), (numbers(13, 6), numbers(13, 4))
-    want = torch.func.grad_and_value(unequal_gpus.loss)(PARAMS, x, y)[::-1]
+    want = torch.func.grad_and_value(page("unequal_gpus").loss)(PARAMS, x, y)[::-1]
     options: Any = {"devices": devices, "executor": executor}
-    assert_close_tree(fdp.value_and_grad(unequal_gpus.loss, weights=weights, **options)(PARAMS, x, y), want)
+    assert_close_tree(fdp.value_and_grad(page("unequal_gpus").loss, weights=weights, **options)(PARAMS, x, y), want)
     scattered = fdp.scatter((x, y), devices, weights=weights)
-    assert_close_tree(fdp.value_and_grad(unequal_gpus.loss, executor=executor)(PARAMS, *scattered.unzip()), want)
+    assert_close_tree(
+        fdp.value_and_grad(page("unequal_gpus").loss, executor=executor)(PARAMS, *scattered.unzip()), want
+    )
     assert_close_tree(
         fdp.value_and_grad(contrastive, weights=weights, **options)(PARAMS, *pairs(13)),
         torch.func.grad_and_value(contrastive_on_one_device)(PARAMS, *pairs(13))[::-1],
@@ -416,15 +351,7 @@ def test_weights_do_not_change_the_numbers(unequal_gpus: Any, weights: Any, exec
     assert_close_tree(fdp.dp_apply(embed, PARAMS, x, weights=weights, **options), embed(PARAMS, x))
 
 
-def test_measured_weights(unequal_gpus: Any):
-    devices, batch = fdp.virtual_devices(3), (numbers(13, 6), numbers(13, 4))
-    speeds = [1 / unequal_gpus.seconds(unequal_gpus.loss, PARAMS, batch, device) for device in devices]
-    assert min(speeds) > 0
-    got = fdp.value_and_grad(unequal_gpus.loss, devices=devices, weights=speeds)(PARAMS, *batch)
-    assert_close_tree(got, torch.func.grad_and_value(unequal_gpus.loss)(PARAMS, *batch)[::-1])
-
-
-def test_a_faster_device_gets_more_rows(unequal_gpus: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_faster_device_gets_more_rows(monkeypatch: pytest.MonkeyPatch):
     """Time stands still but for the loss, which takes 1 ms a row on slot 0 and 3 ms on slot 1."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -432,9 +359,9 @@ def test_a_faster_device_gets_more_rows(unequal_gpus: Any, monkeypatch: pytest.M
     def took(milliseconds: float) -> float:
         def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
             now[0] += len(x) * milliseconds / 1000
-            return unequal_gpus.loss(params, x, y)
+            return page("unequal_gpus").loss(params, x, y)
 
-        return unequal_gpus.seconds(loss, PARAMS, (numbers(12, 6), numbers(12, 4)), torch.device("cpu"))
+        return page("unequal_gpus").seconds(loss, PARAMS, (numbers(12, 6), numbers(12, 4)), torch.device("cpu"))
 
     speeds = [1 / took(1), 1 / took(3)]
     assert speeds == pytest.approx([1000 / 12, 1000 / 36])

@@ -1,6 +1,8 @@
 """Calls inside of calls: each collective is that of its own axis, whichever kinds of calls are around it."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,10 +10,83 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.collectives.test_nested import GRADIENTS, LIMIT, MAPS, Case, Mapped, build, expected
+import fdp
 from tests.common.threads import within
 
 EXECUTORS = ("sequential", "threads", "auto")
+LIMIT = 30.0
+
+
+class Case(NamedTuple):
+    """Kinds of calls from the outside in; axes that the innermost function and those around it use."""
+
+    kinds: tuple[str, ...]
+    used: tuple[int, ...]
+    between: tuple[int, ...]
+    executors: tuple[Any, ...]
+    counts: tuple[int, ...]
+
+
+MAPS, GRADIENTS = ("dp_apply", "shard_map", "parallel_apply"), ("grad", "value_and_grad")
+
+
+Mapped = Callable[[Tensor, Tensor], Tensor]
+
+
+def mapped(kind: str, fn: Mapped, devices: Sequence[torch.device], options: Any) -> Mapped:
+    if kind == "dp_apply":
+        return lambda w, x: fdp.dp_apply(fn, w, x, devices, **options)
+    if kind == "shard_map":
+        return fdp.shard_map(fn, devices=devices, in_dims=(None, 0), **options)
+    if kind == "parallel_apply":
+        return lambda w, x: fdp.gather(fdp.parallel_apply(fn, w, fdp.scatter(x, devices), **options), 0)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return fn(w, x).mean()
+
+    if kind == "grad":
+        return lambda w, x: fdp.grad(loss, devices=devices, **options)(w, x) * x
+    found = fdp.value_and_grad(loss, devices=devices, **options)
+    return lambda w, x: functools.reduce(torch.mul, found(w, x)) * x
+
+
+def build(case: Case) -> Mapped:
+    def leaf(w: Tensor, x: Tensor) -> Tensor:
+        h = w * x
+        for axis in case.used:
+            h = h + fdp.psum(h.sum(), f"axis {axis}") * 0.1 * h
+        return torch.tanh(h)
+
+    fn: Mapped = leaf
+    for axis in reversed(range(len(case.kinds))):
+        options = {"executor": case.executors[axis], "axis_name": f"axis {axis}"}
+        fn = mapped(case.kinds[axis], fn, fdp.virtual_devices(case.counts[axis]), options)
+        if axis:
+
+            def around(w: Tensor, x: Tensor, inside: Mapped = fn, axis: int = axis - 1) -> Tensor:
+                y = inside(w, x)
+                return y + fdp.pmean(y.sum(), f"axis {axis}") if axis in case.between else y
+
+            fn = around
+    return fn
+
+
+def expected(case: Case, w: Tensor, x: Tensor) -> Tensor:
+    """All slots of all axes as dimensions of one tensor; a gradient inside is that of the sum over all slots."""
+    x = x.reshape(*case.counts, -1)
+    takes_gradient = case.kinds[-1] in GRADIENTS
+    own = w.expand(*case.counts[:-1], 1, 1).clone() if takes_gradient else w
+    h = own * x
+    for axis in case.used:
+        h = h + h.sum((axis, -1), keepdim=True) * 0.1 * h
+    y = torch.tanh(h)
+    if takes_gradient:
+        loss = y.mean((-1, -2), keepdim=True)
+        (grad,) = torch.autograd.grad(loss.sum(), own, create_graph=True)
+        y = grad * x * (loss if case.kinds[-1] == "value_and_grad" else 1)
+    for axis in reversed(case.between):
+        y = y + y.sum(tuple(range(axis + 1, y.ndim)), keepdim=True).mean(axis, keepdim=True)
+    return y.reshape(-1)
 
 
 @st.composite

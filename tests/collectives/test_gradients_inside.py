@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     CASES,
-    EXECUTORS,
     Case,
     W,
     X,
     cotangents,
     each_case,
+    each_executor,
     local,
     plain,
     product,
@@ -25,7 +24,6 @@ from tests.collectives.cases import (
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-
 
 
 def inside_func(loss: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
@@ -110,16 +108,6 @@ def test_inside_then_outside(case: Case, executor: Any):
     assert_close_tree(w.grad, v.grad)
 
 
-def test_the_transpose_of_psum_is_psum():
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda w: fdp.psum((w * x).sum()))(w)
-
-    assert torch.equal(
-        fdp.dp_apply(fn, torch.ones(()), torch.ones(3), fdp.virtual_devices(3), out_dims="stack"),
-        torch.full((3,), 3.0),
-    )
-
-
 @each_executor
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("extreme", [fdp.pmax, fdp.pmin])
@@ -130,16 +118,9 @@ def test_extremes_cannot_be_differentiated(extreme: Any, n: int, executor: Any):
         fdp.dp_apply(lambda w, x: extreme(w) * x, w, torch.ones(3), devices, executor=executor).sum().backward()
     with pytest.raises(RuntimeError, match=f"{extreme.__name__} cannot be differentiated"):
         fdp.grad(lambda w, x: extreme(w) * x.sum(), devices=devices, executor=executor)(w.detach(), torch.ones(3))
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("extreme", [fdp.pmax, fdp.pmin])
-def test_extremes_cannot_be_transformed(extreme: Any, n: int):
-    def loss(w: Tensor) -> Tensor:
-        return fdp.dp_apply(lambda w, x: extreme(w) * x, w, torch.ones(3), fdp.virtual_devices(n)).sum()
-
+    mapped = fdp.shard_map(lambda x: extreme(x.sum()), devices=devices, out_dims="sum", executor=executor)
     with pytest.raises(RuntimeError, match=f"{extreme.__name__} cannot be differentiated"):
-        torch.func.grad(loss)(torch.ones(()))
+        torch.func.grad(mapped)(torch.ones(3))
 
 
 @each_executor

@@ -138,26 +138,6 @@ def test_of_one_slots_output(slot: int, executor: Any):
 # ---------------------------------------------------------------- by torch.func
 
 
-def test_torch_func_around_a_gradient_function():
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum((w * x).sum()).sin() * x.square().mean()
-
-    def whole(w: Tensor, of: Any = loss) -> Tensor:
-        return fdp.dp_apply(of, w, X, three, out_dims="mean").sum()
-
-    def alone(w: Tensor) -> Tensor:
-        return ((w * X).sum().sin() * X.square().mean()).sum()
-
-    def grad(w: Tensor) -> Tensor:
-        return fdp.grad(loss, devices=three)(w, X).sum()
-
-    expected = torch.func.grad(lambda w: torch.func.grad(alone)(w).sum())(W)
-    assert_close_tree(torch.func.grad(grad)(W), expected)
-    assert_close_tree(torch.func.grad(lambda w: torch.func.grad(whole)(w).sum())(W), expected)
-    w = W.clone().requires_grad_()
-    assert_close_tree(torch.autograd.grad(grad(w), w)[0], expected)
-
-
 # ---------------------------------------------------------------- calls in calls
 
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
-    EXECUTORS,
     Case,
     W,
     X,
     cotangents,
     each_case,
+    each_executor,
     filled,
     leaves,
     mapped,
@@ -26,7 +25,6 @@ from tests.collectives.cases import (
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-
 
 
 @few(2)

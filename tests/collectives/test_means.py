@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
-from tests.collectives.cases import EXECUTORS, W, each_count, everywhere
+from tests.collectives.cases import W, each_count, each_executor, everywhere
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-
 
 
 @each_executor
@@ -33,33 +31,6 @@ def test_a_slot_of_weight_0_contributes_nothing(kind: str, empty: float, executo
     assert torch.equal(out.double(), torch.full((3,), 2.0, dtype=torch.float64))
 
 
-@each_executor
-@pytest.mark.parametrize("weights", [(1, 0, 3), (1.0, 0.0, 3.0), (torch.tensor(1), torch.tensor(0), torch.tensor(3))])
-def test_the_gradient_of_a_mean_with_a_weight_of_0(weights: Any, executor: Any):
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.pmean((w * x).sum(), weight=weights[fdp.axis_index()]) * x
-
-    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(3), executor=executor)
-    assert_close_tree(out, 2 * 2.5 * x)
-    out.sum().backward()
-    assert_close_tree(w.grad, torch.tensor(15.0, dtype=torch.float64))
-
-
-def test_the_gradient_of_a_weight():
-    """Of one that is 0, beside a NaN, too."""
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.pmean(torch.log(x), weight=w.sum() * (x > 0).squeeze()) + 0 * w.sum()
-
-    w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    x = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    fdp.dp_apply(fn, w, x, fdp.virtual_devices(2)).sum().backward()
-    assert w.grad is not None
-    assert w.grad.isfinite().all()
-
-
 @each_count
 @pytest.mark.parametrize(
     "zero", [0, 0.0, torch.tensor(0), torch.tensor(0.0)], ids=["int", "float", "tensor", "ftensor"]
@@ -72,7 +43,11 @@ def test_a_mean_over_nothing(zero: Any, n: int):
 def mean_of(value: float, n: int, weight: Any, dtype: torch.dtype = torch.float16) -> Tensor:
     """The mean over n slots that all have the same value, and the same weight."""
     x = torch.full((100 * n,), value, dtype=dtype)
-    return fdp.dp_apply(lambda _, x: fdp.pmean(x[0], weight=weight), None, x, fdp.virtual_devices(n), out_dims=None)
+    means = fdp.dp_apply(
+        lambda _, x: fdp.pmean([x[0], x[:2]], weight=weight), None, x, fdp.virtual_devices(n), out_dims=None
+    )
+    assert torch.equal(*torch.broadcast_tensors(*means))
+    return means[0]
 
 
 WEIGHTS: dict[str, Any] = {
@@ -83,13 +58,14 @@ WEIGHTS: dict[str, Any] = {
     "uint8": torch.tensor(200, dtype=torch.uint8),
     "half": torch.tensor(40000.0).half(),
     "bool": torch.tensor(True),
+    "wide": torch.tensor(2.0, dtype=torch.float64),
 }
 
 
 @few(3)
 @each_count
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
 def test_a_mean_of_equal_values_is_the_value(dtype: torch.dtype, weight: Any, n: int):
     """Also where their sum, or that of the weights, would overflow."""
     found = mean_of(39936, n, weight, dtype)

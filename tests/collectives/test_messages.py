@@ -1,8 +1,6 @@
 """What collectives say where they are used wrongly."""
 
-import contextlib
-import contextvars
-import threading
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +9,8 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
-from tests.collectives.cases import EXECUTORS, X, everywhere
+from tests.collectives.cases import X, each_executor, everywhere
 from tests.common.depth import few
-
-
 
 Say = Callable[[], Any]
 
@@ -154,18 +149,10 @@ WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_messages(wrong: Any, executor: Any):
     fn, kind, match = wrong
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         everywhere(fn, n=2, executor=executor)
-
-
-@pytest.mark.parametrize("name", ["shapes", "structures", "others", "some"])
-def test_messages_speak_of_nothing_private(name: str):
-    fn, kind, _ = WRONG[name]
-    with pytest.raises(kind, match="shard 0") as caught:
-        everywhere(fn, n=2)
     text = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert "PyTreeSpec" not in text
-    assert "Follows" not in text
+    assert not re.search("PyTreeSpec|Follows", text)  # of nothing private
 
 
 ALONE = (
@@ -205,27 +192,6 @@ def test_a_gradient_after_the_call(executor: Any):
     fdp.dp_apply(fn, w, torch.arange(3.0), fdp.virtual_devices(2), executor=executor)
     kept[-1].square().backward()
     assert w.grad == 18
-
-
-def test_a_thread_of_the_users_own():
-    def fn(i: int) -> None:
-        caught: list[Exception] = []
-
-        def work() -> None:
-            try:
-                fdp.psum(torch.ones(2))
-            except Exception as error:
-                caught.append(error)
-
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(work,))
-        thread.start()
-        thread.join()
-        assert len(caught) <= 1
-        fdp.psum(torch.ones(2))
-
-    with contextlib.suppress(RuntimeError):
-        everywhere(fn, n=2)
 
 
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin"])

@@ -3,11 +3,9 @@
 import contextlib
 import contextvars
 import functools
-import itertools
-import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -44,119 +42,6 @@ def applied(fn: Any, w: Any, x: Tensor, devices: Any, out_dims: Any = 0, **optio
 
 def scaled(x: Tensor) -> Tensor:
     return x * fdp.psum(x.sum(), "inner")
-
-
-# ---------------------------------------------------------------- the axes of each collective
-
-
-class Case(NamedTuple):
-    """Kinds of calls from the outside in; axes that the innermost function and those around it use."""
-
-    kinds: tuple[str, ...]
-    used: tuple[int, ...]
-    between: tuple[int, ...]
-    executors: tuple[Any, ...]
-    counts: tuple[int, ...]
-
-
-MAPS, GRADIENTS = ("dp_apply", "shard_map", "parallel_apply"), ("grad", "value_and_grad")
-
-
-Mapped = Callable[[Tensor, Tensor], Tensor]
-
-
-def mapped(kind: str, fn: Mapped, devices: Sequence[torch.device], options: Any) -> Mapped:
-    if kind == "dp_apply":
-        return lambda w, x: fdp.dp_apply(fn, w, x, devices, **options)
-    if kind == "shard_map":
-        return fdp.shard_map(fn, devices=devices, in_dims=(None, 0), **options)
-    if kind == "parallel_apply":
-        return lambda w, x: applied(fn, w, x, devices, **options)
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return fn(w, x).mean()
-
-    if kind == "grad":
-        return lambda w, x: fdp.grad(loss, devices=devices, **options)(w, x) * x
-    found = fdp.value_and_grad(loss, devices=devices, **options)
-    return lambda w, x: functools.reduce(torch.mul, found(w, x)) * x
-
-
-def build(case: Case) -> Mapped:
-    def leaf(w: Tensor, x: Tensor) -> Tensor:
-        h = w * x
-        for axis in case.used:
-            h = h + fdp.psum(h.sum(), f"axis {axis}") * 0.1 * h
-        return torch.tanh(h)
-
-    fn: Mapped = leaf
-    for axis in reversed(range(len(case.kinds))):
-        options = {"executor": case.executors[axis], "axis_name": f"axis {axis}"}
-        fn = mapped(case.kinds[axis], fn, fdp.virtual_devices(case.counts[axis]), options)
-        if axis:
-
-            def around(w: Tensor, x: Tensor, inside: Mapped = fn, axis: int = axis - 1) -> Tensor:
-                y = inside(w, x)
-                return y + fdp.pmean(y.sum(), f"axis {axis}") if axis in case.between else y
-
-            fn = around
-    return fn
-
-
-def expected(case: Case, w: Tensor, x: Tensor) -> Tensor:
-    """All slots of all axes as dimensions of one tensor; a gradient inside is that of the sum over all slots."""
-    x = x.reshape(*case.counts, -1)
-    takes_gradient = case.kinds[-1] in GRADIENTS
-    own = w.expand(*case.counts[:-1], 1, 1).clone() if takes_gradient else w
-    h = own * x
-    for axis in case.used:
-        h = h + h.sum((axis, -1), keepdim=True) * 0.1 * h
-    y = torch.tanh(h)
-    if takes_gradient:
-        loss = y.mean((-1, -2), keepdim=True)
-        (grad,) = torch.autograd.grad(loss.sum(), own, create_graph=True)
-        y = grad * x * (loss if case.kinds[-1] == "value_and_grad" else 1)
-    for axis in reversed(case.between):
-        y = y + y.sum(tuple(range(axis + 1, y.ndim)), keepdim=True).mean(axis, keepdim=True)
-    return y.reshape(-1)
-
-
-def is_refused(case: Case) -> bool:
-    """Whether slots of a call inside meet over an axis whose slots are side by side."""
-    return case.executors[0] == "threads" and 0 in case.used
-
-
-def cases(levels: int, count: int) -> list[Case]:
-    """Every kind of call, then some of the combinations."""
-    chosen = random.Random(levels)
-    kinds = list(itertools.product(*[MAPS] * (levels - 1), MAPS + GRADIENTS))
-    found = []
-    for some in itertools.islice(itertools.cycle(chosen.sample(kinds, len(kinds))), count):
-        used = tuple(sorted(chosen.sample(range(levels), chosen.randint(1, levels))))
-        between = tuple(i for i in range(levels - 1) if chosen.random() < 0.4)
-        executors = tuple(chosen.choice(("sequential", "threads", "auto")) for _ in range(levels))
-        found.append(Case(some, used, between, executors, tuple(chosen.choice((2, 3)) for _ in range(levels))))
-    return found
-
-
-@pytest.mark.parametrize("case", [*cases(2, 15), *cases(3, 10)], ids=lambda case: "-".join(case.kinds))
-def test_a_collective_belongs_to_its_own_axis(case: Case):
-    """The gradient from outside too."""
-    x = torch.rand(2 * torch.Size(case.counts).numel(), dtype=torch.float64).requires_grad_()
-    w = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-
-    def results(fn: Mapped) -> tuple[Tensor, ...]:
-        y = fn(w, x)
-        return (y.detach(), *torch.autograd.grad(y.sin().sum(), (w, x)))
-
-    fn = build(case)
-    if is_refused(case):
-        with pytest.raises(RuntimeError, match=r"psum: executor='threads': a collective over axis 'axis 0', which is"):
-            limited(lambda: results(fn))
-        return
-    want = results(functools.partial(expected, case))
-    for _ in range(2):
-        torch.testing.assert_close(limited(lambda: results(fn)), want)
 
 
 @each_executor
@@ -282,23 +167,6 @@ class Hooked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.between(x * self.factor)
-
-
-@pytest.mark.filterwarnings("ignore:Calls of this Hooked run on the module itself:UserWarning")
-@each_executor
-@pytest.mark.parametrize("meets", [True, False])
-def test_a_state_of_generators_in_a_module_that_is_called_in_place(meets: bool, executor: Any):
-    module = Hooked(STATES["get_rng_state"])
-
-    def fn(x: Tensor) -> Tensor:
-        y = fdp.functional_call(module, dict(module.named_parameters()), x)
-        return y + (0 * fdp.psum(x.sum()) if meets else 0)
-
-    if executor == "threads":
-        with pytest.raises(RuntimeError, match=REFUSED):
-            limited(lambda: outer(fn, executor=executor)(X))
-        return
-    torch.testing.assert_close(limited(lambda: outer(fn, executor=executor)(X)), (2 * X).sin())
 
 
 @pytest.mark.filterwarnings("ignore:Calls of this Hooked run on the module itself:UserWarning")

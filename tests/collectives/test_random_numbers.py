@@ -1,6 +1,5 @@
 """Random numbers and settings of torch in functions with collectives."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,54 +7,9 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
-from tests.collectives.cases import EXECUTORS, leaves, ring
-from tests.common.threads import side_by_side
-
-
+from tests.collectives.cases import each_executor
 
 # ---------------------------------------------------------------- randomness
-
-
-def noisy(w: Tensor, x: Tensor) -> Tensor:
-    mask = torch.nn.functional.dropout(torch.ones(len(x), 20))
-    total = fdp.psum(mask.sum())
-    return torch.cat([mask, torch.rand(len(x), 2), torch.randn(len(x), 1) * total], 1) * w
-
-
-def test_seeded():
-    x, w = torch.ones(6), torch.ones((), requires_grad=True)
-    before = torch.get_rng_state()
-    devices = fdp.virtual_devices(3)
-    for seed in (0, 1):
-        runs = [fdp.dp_apply(noisy, w, x, devices, seed=seed, executor=e) for e in EXECUTORS for _ in range(5)]
-        assert all(torch.equal(run, runs[0]) for run in runs)
-        assert torch.equal(torch.get_rng_state(), before)
-        parts = runs[0].split(2)
-        assert not any(torch.equal(a, b) for a, b in itertools.combinations(parts, 2))
-        runs[0].sum().backward()
-        assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(fdp.dp_apply(noisy, w, x, devices, seed=0), fdp.dp_apply(noisy, w, x, devices, seed=1))
-
-
-def test_seeded_draws_are_those_without_collectives():
-    def plainly(w: Any, x: Tensor) -> Tensor:
-        return torch.rand(len(x), 4)
-
-    def meeting(w: Any, x: Tensor) -> Tensor:
-        first = torch.rand(len(x), 2)
-        fdp.psum(first.sum())
-        return first
-
-    def both(w: Any, x: Tensor) -> Tensor:
-        fdp.psum(0)
-        return torch.rand(len(x), 4)
-
-    devices = fdp.virtual_devices(3)
-    expected = fdp.dp_apply(plainly, None, torch.ones(6), devices, seed=3)
-    assert torch.equal(fdp.dp_apply(both, None, torch.ones(6), devices, seed=3), expected)
-    torch.manual_seed(fdp.fold_in(3, 1))
-    assert torch.equal(fdp.dp_apply(meeting, None, torch.ones(6), devices, seed=3)[2:4], torch.rand(2, 2))
 
 
 @each_executor
@@ -108,22 +62,6 @@ def test_grad_mode_inside_is_the_slots_own(executor: Any):
     fdp.dp_apply(fn, w, torch.ones(3), fdp.virtual_devices(3), executor=executor).sum().backward()
     assert w.grad is not None
     assert w.grad.item() == 9.0
-
-
-def test_both_executors_agree_often():
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        y = fdp.psum((w * x).sin().sum(0))
-        return fdp.all_gather(x * y).sum(0) * fdp.ppermute(y, ring(fdp.axis_size())) + x
-
-    def run(executor: Any) -> Any:
-        w, x = leaves()
-        out = fdp.dp_apply(fn, w, x, fdp.virtual_devices(4), executor=executor)
-        return out, *torch.autograd.grad(out.square().sum(), (w, x))
-
-    expected = run("sequential")
-    with side_by_side():
-        for _ in range(10):
-            assert all(torch.equal(a, b) for a, b in zip(run("threads"), expected, strict=True))
 
 
 @pytest.mark.parametrize("around", [torch.device("meta"), torch.device("cpu")], ids=str)

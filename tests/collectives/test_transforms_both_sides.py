@@ -11,14 +11,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
-    EXECUTORS,
     Case,
     W,
     X,
     balanced,
     each_case,
+    each_executor,
     leaves,
     local,
     mapped,
@@ -132,21 +131,6 @@ def test_each_collective_in_a_gradient_in_a_transform(outside: str, case: Case):
     assert_close_tree(OUTSIDE[outside](on_slots), OUTSIDE[outside](alone))
 
 
-@each_executor
-def test_a_gradient_function_in_a_transform_with_a_loss_that_meets(executor: Any):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        y = (w * x).tanh()
-        return (y - fdp.pmean(y.mean(0), weight="rows")).square().mean()
-
-    def whole(w: Tensor) -> Tensor:
-        y = (w * X).tanh()
-        return (y - y.mean(0)).square().mean()
-
-    found = fdp.grad(loss, devices=THREE, executor=executor)
-    for outside in ("grad", "jacrev", "vmap", "autograd"):
-        assert_close_tree(OUTSIDE[outside](lambda w: found(w, X)), OUTSIDE[outside](torch.func.grad(whole)))
-
-
 # ---------------------------------------------------------------- batched gradients
 
 
@@ -165,23 +149,6 @@ def test_batched_gradients(case: Case, executor: Any):
         )
 
     assert_close_tree(run(mapped(case, 3, executor)), run(plain(case, 3)))
-
-
-@each_executor
-@pytest.mark.parametrize("create_graph", [True, False])
-def test_a_vectorized_jacobian(create_graph: bool, executor: Any):
-    def on_slots(w: Tensor) -> Tensor:
-        return fdp.dp_apply(lambda w, x: (w * x).sin() * fdp.psum((w * x).sum(0)), w, X, THREE, executor=executor)
-
-    def alone(w: Tensor) -> Tensor:
-        return (w * X).sin() * (w * X).sum(0)
-
-    def run(fn: Fn) -> Any:
-        w = W.clone().requires_grad_()
-        found: Any = torch.autograd.functional.jacobian(fn, w, vectorize=True, create_graph=create_graph)
-        return (found, torch.autograd.grad(found.sin().sum(), w)) if create_graph else found
-
-    assert_close_tree(run(on_slots), run(alone))
 
 
 # ---------------------------------------------------------------- modes and hooks of the caller

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
+from tests.collectives.cases import each_executor
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 

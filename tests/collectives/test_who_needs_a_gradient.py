@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 import fdp
-from tests.collectives.cases import EXECUTORS, each_executor
 from tests.collectives.cases import (
     CASES,
-    EXECUTORS,
     Case,
     W,
     X,
     balanced,
     cotangents,
     each_case,
+    each_executor,
     filled,
     leaves,
     local,
@@ -28,7 +27,6 @@ from tests.collectives.cases import (
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
 from tests.common.numbers import numbers
-
 
 
 @few()
@@ -49,27 +47,6 @@ def test_only_one_slot_gives_what_needs_a_gradient(name: str, slot: int, executo
     product(outs, cotangents(outs)).backward()
     product(expected, cotangents(outs)).backward()
     assert_close_tree(filled([w.grad]), filled([v.grad]))
-
-
-@few()
-@each_executor
-@pytest.mark.parametrize("slot", range(3))
-@pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "ppermute-ring")])
-def test_only_one_slot_uses_the_result(case: Case, slot: int, executor: Any):
-    """The others let go of it."""
-
-    def fn(w: Tensor, x: Tensor) -> Any:
-        out = case.call(local(case, w, x))
-        return out.sum() if fdp.axis_index() == slot else w.sum()
-
-    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
-    rows = balanced(7, 3)
-    results = case.oracle([local(case, v, x) for x in X.split(rows)], rows)
-    expected = [out.sum() if i == slot else v.sum() for i, out in enumerate(results)]
-    product(expected, cotangents(expected)).backward()
-    outs: Any = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), out_dims="list", executor=executor)
-    product(outs, cotangents(outs)).backward()
-    assert_close_tree(w.grad, v.grad)
 
 
 @few()

@@ -253,16 +253,6 @@ def test_a_batch_is_a_tree_like_a_sample(kind: str):
     assert_same_tree(list(loader), [batch(BATCHES[3])])
 
 
-def test_a_pair_is_two_arguments():
-    x, w = torch.randn(23, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    data = TensorDataset(x, x @ w)
-    for batch in BATCHES.loader(data, steps=3):
-        errors = fdp.dp_apply(lambda w, x, y: x @ w - y, w, batch, fdp.virtual_devices(4))
-        torch.testing.assert_close(errors, torch.zeros(len(batch[0]), dtype=torch.float64))
-        value, _ = fdp.value_and_grad(lambda w, x, y: ((x @ w - y) ** 2).mean())(w, *batch)
-        torch.testing.assert_close(value, torch.zeros((), dtype=torch.float64))
-
-
 def test_what_a_collate_fn_returns_is_left_as_it_is():
     found = list(BATCHES.loader(range(23), steps=1, collate_fn=lambda samples: [samples, "batch"]))
     assert found == [[BATCHES[0].tolist(), "batch"]]

@@ -86,13 +86,6 @@ def test_batches_go_into_calls():
         torch.testing.assert_close(step(w, sharded), (value, grad))
 
 
-def test_inside_one_another():
-    batches = [numbers(n) for n in (6, 1, 3)]
-    inner = fdp.prefetch(batches, SLOTS)
-    outer = fdp.prefetch((fdp.gather(batch) for batch in inner), SLOTS[:2])
-    assert_same_batches(list(outer), [fdp.scatter(batch, SLOTS[:2]) for batch in batches])
-
-
 # ---- ahead
 
 
@@ -111,31 +104,6 @@ def test_as_many_ahead_as_it_says_and_no_more(size: int):
         assert loaded[i + size].wait(WAIT)  # while the consumer holds batch i
         assert not loaded[i + size + 1].wait(0.02)
     with_prefetch.close()
-
-
-def test_the_next_batch_is_loaded_while_this_one_is_in_use():
-    """The loader waits in the middle of batch 1 for what the consumer does with batch 0."""
-    begun, used = threading.Event(), threading.Event()
-
-    def load() -> Iterator[Tensor]:
-        yield torch.zeros(3)
-        begun.set()
-        assert used.wait(WAIT)
-        yield torch.ones(3)
-
-    batches = fdp.prefetch(load(), SLOTS)
-    next(batches)
-    assert begun.wait(WAIT)
-    used.set()
-    assert fdp.gather(next(batches)).tolist() == [1, 1, 1]
-    batches.close()
-
-
-def test_an_endless_loader():
-    batches = fdp.prefetch((torch.full((2,), float(i)) for i in itertools.count()), SLOTS)
-    got = [fdp.gather(batch)[0].item() for batch in itertools.islice(batches, 50)]
-    assert got == list(range(50))
-    batches.close()
 
 
 # ---- exceptions

@@ -36,8 +36,8 @@ def looking(look: Callable[[], Any]) -> Callable[..., torch.Tensor]:
     return lambda w, x: (look(), w * x)[1]
 
 
-CLOSING = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
-CLOSING[1].register_forward_hook(lambda _, args, out: out * CLOSING[0].bias.sum())  # pyright: ignore[reportAttributeAccessIssue]
+CLOSING: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+CLOSING[1].register_forward_hook(lambda _, args, out: out * CLOSING[0].bias.sum())
 
 
 def in_place(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

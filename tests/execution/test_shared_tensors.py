@@ -19,56 +19,38 @@ def calls(fn: Any, params: Any, executor: Any) -> list[Any]:
     return [fdp.dp_apply(fn, params, X, SLOTS, executor=executor) for _ in range(4)]
 
 
-def parameter() -> nn.Parameter:
-    return nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+def scaled(w: Any, x: Tensor) -> Tensor:
+    return x * w * w.scale
+
+
+def of_its_class(w: Tensor, x: Tensor) -> Tensor:
+    return x * w if isinstance(w, nn.Parameter) else x
+
+
+def stepped(w: Any, x: Tensor) -> Tensor:
+    return x * (w - 0.5 * w.grad)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_attributes(executor: str, four_cores: None):
-    w = parameter()
-    w.scale = 2.0  # pyright: ignore[reportAttributeAccessIssue]
-
-    def scaled(w: Any, x: Tensor) -> Tensor:
-        return x * w * w.scale
-
-    for out in calls(scaled, w, executor):
-        assert torch.equal(out, X * w * 2)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_class(executor: str, four_cores: None):
-    def kinds(w: Tensor, x: Tensor) -> Tensor:
-        return x * w if isinstance(w, nn.Parameter) else x
-
-    w = parameter()
-    for out in calls(kinds, w, executor):
-        assert torch.equal(out, X * w)
-        out.sum().backward()
-    assert torch.equal(w.grad, 4 * X.sum(0))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_gradient(executor: str, four_cores: None):
-    def stepped(w: Any, x: Tensor) -> Tensor:
-        return x * (w - 0.5 * w.grad)
-
-    w = parameter()
-    w.grad = torch.ones_like(w)
-    for out in calls(stepped, w, executor):
-        assert torch.equal(out, X * (w - 0.5))
+@pytest.mark.parametrize("fn", [scaled, of_its_class, stepped])
+def test_attributes_class_and_gradient(fn: Any, executor: str, four_cores: None):
+    w: Any = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    w.scale, w.grad = 2.0, torch.ones_like(w)
+    want = fn(w, X)
+    grad = torch.autograd.grad(want.sum(), w)[0]
+    for out in calls(fn, w, executor):
+        assert torch.equal(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), w)[0], grad)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_sparse_ones(executor: str, four_cores: None):
-    def mixed(s: Tensor, x: Tensor) -> Tensor:
-        return torch.sparse.mm(s, x.t()).t()
-
     dense = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64)
-    s = dense.to_sparse().requires_grad_()
-    for out in calls(mixed, s, executor):
+    s: Any = dense.to_sparse().requires_grad_()
+    for out in calls(lambda s, x: torch.sparse.mm(s, x.t()).t(), s, executor):
         assert torch.equal(out, X @ dense.t())
         out.sum().backward()
-    assert torch.equal(s.grad.to_dense(), 4 * X.sum(0).expand(2, 2) * (dense != 0))  # pyright: ignore[reportOptionalMemberAccess]
+    assert torch.equal(s.grad.to_dense(), 4 * X.sum(0).expand(2, 2) * (dense != 0))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

@@ -272,7 +272,7 @@ def tables() -> dict[str, dict[str, list[str]]]:
         name, _, rows = line.strip().partition(": ")
         assert re.fullmatch(r"test_\w+", name), line
         assert name not in found[next(reversed(found))], line
-        found[next(reversed(found))][name] = rows.split()
+        found[next(reversed(found))][name] = [*rows.split()]
     return found
 
 

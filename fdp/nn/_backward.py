@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from fdp._trees.graph import captured
 from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
 from fdp.nn._buffers import is_same, write
-from fdp.nn._clone import clone
 from fdp.nn._functional import check_module
-from fdp.nn._in_place import in_place, runs_in_place, swapped
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
+from fdp.nn._stand_in import stand_in
 from fdp.nn._write_back import own_gradients
 
 _REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
@@ -209,18 +208,11 @@ class _OnSlot:
         if recipe.takes_own_statistics():
             say_own(self.module)
         given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
-        if runs_in_place(recipe):
-            with in_place(self.module, recipe):
-                _make_parameters(given, self.module.named_parameters())
-                with swapped(self.module, given):
-                    out = self.loss(self.module, *args, **kwargs)
-            now: Any = {name: given[name] for name in buffers if isinstance(given[name], Tensor)}
-        else:
-            _make_parameters(given, zip(recipe.numbers, recipe.tensors(states)[1:], strict=False))
-            tensors = [None, *[given[name] for name in recipe.numbers], *recipe.others(states)]
-            root = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True}).modules[0]
-            out = self.loss(root, *args, **kwargs)
-            now = dict(root.named_buffers())
+        own = dict(zip(recipe.numbers, recipe.own(states)[1:], strict=False))
+        _make_parameters(given, own or dict(self.module.named_parameters()))
+        with stand_in(self.module, recipe, states, given) as made:
+            out = self.loss(made.modules[0], *args, **kwargs)
+            now = dict(made.modules[0].named_buffers())
         if not self.has_aux and not isinstance(out, tuple):
             return out, (None, now)
         if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
@@ -230,9 +222,9 @@ class _OnSlot:
         return out[0], (out[1], now)
 
 
-def _make_parameters(given: Mapping[str, Tensor], own: Iterable[tuple[str, Any]]) -> None:
+def _make_parameters(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> None:
     """Give tensors the class and the attributes of the parameters that they stand for: the loss may ask for them."""
-    for name, p in own:
+    for name, p in own.items():
         if isinstance(p, nn.Parameter) and type(given[name]) is Tensor:
             given[name].__class__ = type(p)
             vars(given[name]).update(vars(p), **{OF_CLONE: True})

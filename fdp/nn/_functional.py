@@ -14,11 +14,9 @@ from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
-from fdp.nn._clone import clone
 from fdp.nn._functional_call import kind
-from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
-from fdp.nn._recipe import Recipe, recipe_of
-from fdp.nn._walk import Attributes
+from fdp.nn._recipe import recipe_of
+from fdp.nn._stand_in import Tensors, stand_in
 from fdp.nn._write_back import remember
 
 State: TypeAlias = tuple[Tensors, Tensors]
@@ -48,14 +46,22 @@ class Apply:
         recipe, states = recipe_of(module)
         if recipe.takes_own_statistics():
             say_own(module)
+        _check_names(params, buffers, recipe.params, recipe.buffers)
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        given = {**params, **{name: params[name].clone() for name in recipe.renormalised(states)}, **copies}
+        before = _versions(params.values())
         try:
-            if runs_in_place(recipe):
-                out, new_buffers = _apply_in_place(module, recipe, params, buffers, args, kwargs)
-            else:
-                out, new_buffers = _apply_clone(module, recipe, states, params, buffers, args, kwargs)
+            with stand_in(module, recipe, states, given, shares=False) as made:
+                plain = _versions_of(made.plain)
+                out = made.modules[0](*args, **kwargs)
+                _check_plain(made.plain, plain)
         except (TypeError, AttributeError) as error:
             note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
             raise
+        _check_params(params, before, _versions(params.values()))
+        # Where forward of a module that is called itself has deleted a buffer, torch leaves a mark of its own.
+        new_buffers = {name: given[name] for name in buffers if isinstance(given.get(name, ...), Tensor | None)}
+        note_changed(module, copies, new_buffers)
         return out, new_buffers
 
 
@@ -112,63 +118,16 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
     own = dict(module.named_parameters())
     _check_names(params, buffers, own, dict(module.named_buffers()))
-    bound = _with_copies(module, own, params, buffers)
-    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    parts = list(module.modules())
+    written = [part.weight for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm]
+    copies = {name: params[name].clone() for name, p in own.items() if any(p is weight for weight in written)}
+    bound = {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
+    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
     kept = [(part, name, getattr(part, name)) for part in recurrent for name in _OF_PARAMETERS if hasattr(part, name)]
     out = torch.func.functional_call(module, bound, args, kwargs)
     for part, name, value in kept:  # else they are those of this call, and the next would be compiled anew
         setattr(part, name, value)
     return out, {name: bound[name] for name in buffers}
-
-
-def _apply_clone(
-    module: nn.Module,
-    recipe: Recipe,
-    states: list[Attributes],
-    params: Tensors,
-    buffers: Tensors,
-    args: Any,
-    kwargs: Any,
-) -> tuple[Any, Tensors]:
-    _check_names(params, buffers, recipe.params, recipe.buffers)
-    given = [*map(params.__getitem__, recipe.params)]
-    copies = [buffers[name].clone() for name in recipe.buffers]
-    tensors = [None, *given, *copies, *recipe.others(states)]
-    for number in recipe.renormalised(states):
-        tensors[number] = tensors[number].clone()
-    made = clone(recipe, states, tensors)
-    before, plain = _versions(given), _versions_of(made.plain)
-    out = made.modules[0](*args, **kwargs)
-    _check_plain(made.plain, plain)
-    _check_params(recipe.params, before, _versions(given))
-    new_buffers = made.now(recipe, buffers)
-    note_changed(module, dict(zip(recipe.buffers, copies, strict=True)), new_buffers)
-    return out, new_buffers
-
-
-def _apply_in_place(
-    module: nn.Module, recipe: Recipe, params: Tensors, buffers: Tensors, args: Any, kwargs: Any
-) -> tuple[Any, Tensors]:
-    with in_place(module, recipe):
-        own = dict(module.named_parameters())
-        _check_names(params, buffers, own, dict(module.named_buffers()))
-        bound = _with_copies(module, own, params, buffers)
-        copied, before = dict(bound), _versions(params.values())
-        out = call_in_place(module, bound, args, kwargs)
-        _check_params(params, before, _versions(params.values()))
-        # Where forward has deleted a buffer, torch leaves a mark of its own.
-        new_buffers = {name: bound[name] for name in buffers if isinstance(bound[name], Tensor | None)}
-        note_changed(module, copied, new_buffers)
-        return out, new_buffers
-
-
-def _with_copies(module: nn.Module, own: Mapping[str, Tensor], params: Tensors, buffers: Tensors) -> Tensors:
-    """Tensors to put into the module: copies of what forward writes to, buffers and embeddings with `max_norm`."""
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    weights = [part.weight for part in embeddings if part.max_norm is not None]
-    written = [name for name, p in own.items() if any(p is weight for weight in weights)]
-    copies = {name: params[name].clone() for name in written}
-    return {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
 
 
 def check_module(module: nn.Module, where: str) -> None:

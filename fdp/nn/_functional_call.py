@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from fdp._execution.guards import stand_in_for_functional_call
 from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
-from fdp.nn._clone import clone
-from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
-from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
+from fdp.nn._stand_in import Tensors, stand_in
 
 
 @stand_in_for_functional_call
@@ -67,27 +65,16 @@ def functional_call(
     recipe, states = recipe_of(module)
     if recipe.takes_own_statistics():
         say_own(module)
-    if runs_in_place(recipe) or torch_private.is_tracing():
-        with in_place(module, recipe):
-            return call_in_place(module, given, args, kwargs, **options)
-    tensors = recipe.tensors(states)
-    ties = tie_weights and not recipe.has_both_kinds
-    known = {name: number for name in given if ties and (number := recipe.names.get(name))}
-    for name, number in known.items():
-        tensors[number] = given[name]
-    made = clone(recipe, states, tensors, shares=True, marks={OF_CLONE: True})
-    plain = len(set(known.values())) == len(given) and all(isinstance(x, Tensor) for x in given.values())
-    if not plain or (strict and given.keys() != recipe.numbers.keys()):  # torch says what is wrong with the names
-        return call_in_place(made.modules[0], given, args, kwargs, **options)
-    try:
-        return made.modules[0](*args, **kwargs)
-    finally:
-        given.update(made.now(recipe, given))
-        own = set(recipe.numbers.values()).difference(known.values())
-        for (_, _, buffers), state, part in zip(recipe.links, states, made.modules, strict=False):
-            now = vars(part)["_buffers"]
-            news = {key: now[key] for key, n in buffers if n in own and key in now and now[key] is not tensors[n]}
-            state["_buffers"].update(news)
+    known = {name: x for name, x in given.items() if tie_weights and name in recipe.names and isinstance(x, Tensor)}
+    plain = len({recipe.names[name] for name in known}) == len(given) and not torch_private.is_tracing()
+    plain = plain and not isinstance(module, torch.jit.ScriptModule | nn.DataParallel)
+    plain = plain and (not strict or given.keys() == recipe.numbers.keys())
+    tensors = given if plain else {} if recipe.in_place else known
+    with stand_in(module, recipe, states, tensors) as made:
+        if plain:
+            return made.modules[0](*args, **kwargs)
+        # Torch says what is wrong with the names, or ties the tensors in its own way.
+        return torch_private.functional_call(made.modules[0], given, args, kwargs, **options)
 
 
 def _merge(given: Tensors | Sequence[Tensors]) -> Tensors:

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from fdp._trees import torch_private
 from fdp.nn._values import ATOMS, BOXES, has_atoms_only, is_constant
 
+OF_CLONE = "_is_clone_of_fdp"
+LruCache = type(functools.lru_cache(len))
 # Either nothing is behind these, or nothing that a forward comes to.
 _ENDS = (type, types.ModuleType, types.CodeType, Tensor, Enum, logging.Filterer, io.IOBase)
 _ENDS += (torch.fx.Graph, torch_private.OperatorBase, torch_private.OpOverloadPacket)
@@ -27,28 +29,16 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their f
 _MOST = 20_000
 """Objects that are looked at. With more the module is called in place."""
 
-OF_CLONE = "_is_clone_of_fdp"
-LruCache = type(functools.lru_cache(len))
 
-
-def way_back(
-    shared: Iterable[tuple[str, Any, bool]], targets: frozenset[int], boxes: Callable[[], set[int]]
-) -> str | None:
-    """The path of the first value from which one of the objects with these ids may be reached.
-
-    Each value comes with whether a module of a clone behind it is an error.
-    """
-    shared = [each for each in shared if not _is_settled(each[1])]
-    if not shared:
-        return None
+def way_back(shared: Iterable[tuple[str, Any]], targets: Container[int], *, refuses_clones: bool) -> str | None:
+    """The path of the first value from which one of the objects with these ids may be reached."""
     seen: dict[int, Any] = {}
-    more = boxes()
-    ids = targets | more if more else targets
-    return next((path for path, value, refuses in shared if _leads(value, ids, seen, path if refuses else None)), None)
+    found = (path for path, value in shared if _leads(value, targets, seen, path if refuses_clones else None))
+    return next(found, None)
 
 
-def _is_settled(value: Any) -> bool:
-    """Whether it is a function of a library that knows nothing but that library."""
+def is_settled(value: Any) -> bool:
+    """Whether nothing that a forward comes to is behind it, such as a function of a library."""
     if type(value) is types.BuiltinFunctionType:
         return isinstance(value.__self__, types.ModuleType | type | None)
     library = type(value) is types.FunctionType and of_library(value.__module__) and not vars(value)
@@ -96,13 +86,11 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return (value(),)
     if kind is contextvars.ContextVar:
         return (value.get(None),)
-    if kind is threading.local:
-        return (vars(value),)
     if kind in (tuple, *BOXES) and has_atoms_only(value):
         return ()
     hides = kind.__module__.partition(".")[0] == "numpy" and value.dtype.hasobject
     # A class written in C by somebody else may not say what it holds.
-    if hides or kind in weakref.ProxyTypes or not _is_plain(kind):
+    if hides or kind is threading.local or kind in weakref.ProxyTypes or not _is_plain(kind):
         return None
     return [*gc.get_referents(value), *members(kind)]
 

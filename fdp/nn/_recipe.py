@@ -6,16 +6,16 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from fdp._execution.process_lock import exclusively
 from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
-from fdp.nn._reachable import LruCache, is_clone, members, way_back
-from fdp.nn._values import is_constant
-from fdp.nn._walk import HOOKS, OF_TENSORS, Attributes, ModulePart, Sight, Walk, ids_of, join
+from fdp.nn._copier import Copier
+from fdp.nn._reachable import LruCache, is_clone, is_settled, members, refuse_clone, way_back
+from fdp.nn._tree import HOOKS, OF_TENSORS, Attributes, Modules, Note, Numbers, join, note, numbered
 
-_structure, _of_tensors = itemgetter("_modules", *HOOKS), itemgetter(*OF_TENSORS)
+_registries = itemgetter("_modules", *OF_TENSORS, *HOOKS)
 
 
 @final
@@ -23,115 +23,98 @@ class Recipe:
     """What a module is made of: names, keys and numbers, and no object of the user's.
 
     Tensors are numbered: none is 0, those with a name follow in the order of `params` and `buffers`, then the others.
-    `numbers` are theirs by name, and `names` has the other names of tied tensors too. `has_both_kinds` says that one
-    tensor is a parameter and a buffer. `in_place` says why no clone can stand for the module, which is then called
-    itself; such a recipe has no parts.
+    `numbers` are theirs by name, and `names` has the other names of tied tensors too. `in_place` says why no clone can
+    stand for the module, which is then called itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        walk = Walk(module)
-        self.params, self.buffers = dict.fromkeys(walk.params), dict.fromkeys(walk.buffers)
-        self.numbers = {name: number for number, name in enumerate(chain(walk.params, walk.buffers), 1)}
-        self.names, self.has_both_kinds = walk.names, walk.has_both_kinds
-        self._is_clone = is_clone(module)
-        self._refs, self.ids = list(map(weakref.ref, walk.modules)), list(map(id, walk.modules))
-        self._kinds = [weakref.ref(type(part)) for part in walk.modules]
-        self._norms = [ref for ref, part in zip(self._refs, walk.modules, strict=True) if may_take_own(part)]
-        states = list(map(vars, walk.modules)) if walk.is_whole else []
-        self.parts, self.places, self._targets = (
-            walk.parts,
-            walk.places,
-            ids_of(walk.modules) if states else frozenset(),
+        tree = Modules(module)
+        states = list(map(vars, tree.all))
+        self._refs, self._kinds = list(map(weakref.ref, tree.all)), [weakref.ref(type(part)) for part in tree.all]
+        self._is_clone, self._registered, self.ids = is_clone(module), tree.registered, tree.numbers
+        self._versions, (notes, (self.places, slots)) = _versions(states), self._note(states)
+        self._noted = notes, Numbers(self.places, slots)
+        self.links = [(children, *both) for (_, children), both in zip(notes, slots, strict=True)]
+        self.odd = [(i, path, keys) for i, (path, (keys, _)) in enumerate(zip(tree.paths, notes, strict=True)) if keys]
+        self._norms = [ref for ref, part in zip(self._refs, tree.all, strict=True) if may_take_own(part)]
+        self._embeddings = [i for i, part in enumerate(tree.all) if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+        paths = [join(tree.paths[i], key) for i, _, key in self.places]
+        named = sum(i < tree.registered for i, _, _ in self.places)
+        self.numbers, self.unnamed = {path: number for number, path in enumerate(paths[:named], 1)}, paths[named:]
+        held = [(tree.paths[i], *each) for i in range(tree.registered) for each in chain(*slots[i])]
+        self.names = {join(path, key): number for path, key, number in held if number}
+        self.params, self.buffers = (
+            dict.fromkeys(dict(module.named_parameters())),
+            dict.fromkeys(dict(module.named_buffers())),
         )
-        self._rich = [i for i, part in enumerate(self.parts) if part.others or part.has_hooks]
-        self.in_place = walk.reason or self._way_back(states)
-        self._fixed, self._loose = self._versions(states)
-        if self.in_place is not None:
-            self.parts, self.places = [], []
-        self.odd = [i for i in self._rich if self.parts]
-        self.links = [(part.children, part.params, part.buffers) for part in self.parts]
-        self.unnamed = [join(self.parts[i].path, key) for i, _, key in self.places[len(self.numbers) :]]
-        embeddings = [(part, walk.modules[i]) for i, part in enumerate(self.parts)]
-        self._embeddings = [
-            (i, number)
-            for i, (part, module) in enumerate(embeddings)
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (number := dict(part.params).get("weight"))
-        ]
+        self.buffer_slots = [(i, *slot) for i, (_, held) in enumerate(slots) for slot in held if 0 < slot[1] <= named]
+        self.in_place = tree.reason
+        if [*self.params, *self.buffers] != [*self.numbers]:
+            self.in_place = tree.reason or f"{type(module).__name__} names its tensors in a way of its own"
+        if self.in_place is None:
+            of_classes = [(f"the class {kind.__name__}", each) for kind in {*self.kinds()} for each in members(kind)]
+            cached = [path for path, each in of_classes if isinstance(each, LruCache)]  # keeps each instance it is of
+            self.in_place = f"{cached[0]} has a cache" if cached else self._way_back(states, of_classes)
 
     def kinds(self) -> list[Any]:
-        """The class of each part."""
+        """The class of each module."""
         return [ref() for ref in self._kinds]
 
-    def fits(self) -> list[Attributes] | None:
-        """The attributes of each part as they are now; None if they are not what was noted."""
+    def fitting(self) -> list[Attributes] | None:
+        """The attributes of each module as they are now; None if they are not what was noted."""
         parts = [ref() for ref in self._refs]
-        if list(map(type, parts)) != self.kinds() or not self._fixed:
+        if not parts or list(map(type, parts)) != self.kinds():
             return None
         states = [part.__dict__ for part in parts]
-        fixed, loose = self._versions(states)
-        if fixed != self._fixed:
-            return None
-        if loose != self._loose:
-            if self.in_place or not all(map(_follows, self.parts, states)) or not self._ties(states):
+        versions = _versions(states)
+        if versions != self._versions:
+            if self._note(states) != self._noted:
                 return None
-            self._loose = loose  # of before the look: another thread may have written since
+            self._versions = versions  # of before the look: another thread may have written since
         try:
             return states if self.in_place or self._way_back(states) is None else None
-        except _NewModule:
+        except (KeyError, RecursionError):  # there is a module that was not
             return None
 
-    def _way_back(self, states: Sequence[Attributes]) -> str | None:
+    def _note(self, states: Sequence[Attributes]) -> tuple[list[Note], Numbers]:
+        return [note(state, self.ids) for state in states], numbered(states, self._registered)
+
+    def _way_back(self, states: Sequence[Attributes], others: Iterable[tuple[str, Any]] = ()) -> str | None:
         """What of all that a clone shares with the module may lead back to it."""
-        sight = Sight(self._check_known, may_hold_clones=not self._is_clone)
-        for i in self._rich:
-            sight.see(self.parts[i], states[i])
-        found = [(kind, each) for kind in {*self.kinds()} for each in members(kind)]
-        cached = next((kind for kind, each in found if isinstance(each, LruCache)), None)
-        if cached is not None:  # it keeps every instance that was called
-            return f"a method of {cached.__name__} has a cache"
-        held = [*sight.shared, *[(f"the class {kind.__name__}", each, False) for kind, each in found]]
-        path = way_back(held, self._targets, sight.boxes) if held else None
+        copier = Copier(dict(zip(self.ids, self._refs, strict=True)) if self.odd else {}, self._met)
+        for i, path, keys in self.odd:
+            for key in keys:
+                copier.copy(states[i][key], join(path, key))
+        shared = [(path, value) for path, value in [*copier.shared, *others] if not is_settled(value)]
+        if not shared:
+            return None
+        targets = copier.boxes().union(self.ids, *(map(id, each) for each in (states, *map(_registries, states))))
+        path = way_back(shared, targets, refuses_clones=not self._is_clone)
         return None if path is None else f"{path} leads back to it, or may do so"
 
-    def _check_known(self, module: nn.Module, path: str) -> None:
-        if id(module) not in self._targets:
-            raise _NewModule(path)
+    def _met(self, module: nn.Module, path: str) -> Any:
+        if not self._is_clone:
+            refuse_clone(module, path)
+        raise KeyError(path)
 
-    def _versions(self, states: Sequence[Attributes]) -> tuple[list[int], list[int]]:
-        """How often the registries of modules and hooks have been written; and how often attributes and the others."""
-        # Calls in place put other tensors into registries, and take them out again.
-        others = chain.from_iterable(map(_of_tensors, states)) if self.in_place is None else ()
-        return _read(chain.from_iterable(map(_structure, states))), _read(chain(states, others))
-
-    def _ties(self, states: Sequence[Attributes]) -> bool:
-        """Whether the same keys have tensors, and the same of them the same tensor."""
-        own = [None, *[states[i][registry].get(key) for i, registry, key in self.places]]
-        noted = [dict(held) for _, *both in self.links for held in both]
-        now = list(chain.from_iterable(map(_of_tensors, states)))
-        same = [list(held) for held in noted] == [list(held) for held in now] and len(set(map(id, own))) == len(own)
-        return same and all(
-            held[key] is own[n] for held, then in zip(now, noted, strict=True) for key, n in then.items()
-        )
-
-    def tensors(self, states: Sequence[Attributes]) -> list[Any]:
+    def own(self, states: Sequence[Attributes]) -> list[Any]:
         """The module's own tensors by number."""
         return [None, *[states[i][registry][key] for i, registry, key in self.places]]
 
-    def others(self, states: Sequence[Attributes]) -> list[Tensor]:
+    def others(self, states: Sequence[Attributes]) -> list[Any]:
         """Those that have no name."""
         return [states[i][registry][key] for i, registry, key in self.places[len(self.numbers) :]]
 
-    def renormalised(self, states: Sequence[Attributes]) -> list[int]:
+    def renormalised(self, states: Sequence[Attributes]) -> list[str]:
         """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
-        return [number for i, number in self._embeddings if states[i].get("max_norm") is not None]
+        found = [
+            dict(self.links[i][1]).get("weight") for i in self._embeddings if states[i].get("max_norm") is not None
+        ]
+        return [name for name, number in self.numbers.items() if number in found] if found else []
 
     def takes_own_statistics(self) -> bool:
         """Whether several slots do not compute what one device does."""
         return any(takes_own(part) for ref in self._norms if (part := ref()) is not None)
-
-
-class _NewModule(Exception):
-    """There is a module that the recipe does not know."""
 
 
 _RECIPES: dict[int, tuple[weakref.ref[nn.Module], Recipe]] = {}
@@ -153,7 +136,7 @@ def recipe_of(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
 
 def _fitting(module: nn.Module) -> tuple[Recipe, list[Attributes]] | None:
     ref, recipe = _RECIPES.get(id(module), (None, None))
-    if ref is None or recipe is None or ref() is not module or (states := recipe.fits()) is None:
+    if ref is None or recipe is None or ref() is not module or (states := recipe.fitting()) is None:
         return None
     return recipe, states
 
@@ -164,11 +147,6 @@ def _new(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
     return recipe, [vars(part) for ref in recipe._refs if (part := ref()) is not None]
 
 
-def _read(dicts: Iterable[Any]) -> list[int]:
-    return list(map(torch_private.dict_version, dicts))
-
-
-def _follows(part: ModulePart, state: Attributes) -> bool:
-    """Whether what was a number or a string is one, and there is no attribute more or less."""
-    kinds = [(key, type(value)) for key, value in state.items()]
-    return kinds == part.attributes and all(is_constant(state[key]) for key in part.constants)
+def _versions(states: Sequence[Attributes]) -> list[int]:
+    """How often attributes and registries have been written."""
+    return list(map(torch_private.dict_version, chain(states, chain.from_iterable(map(_registries, states)))))

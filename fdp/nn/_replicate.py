@@ -1,6 +1,6 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +11,8 @@ from fdp._placement.devices import as_devices
 from fdp._trees.types import DeviceLike
 from fdp.nn._clone import clone
 from fdp.nn._copies import copies_of, own_copies_of
-from fdp.nn._in_place import Tensors, call_in_place, in_place, runs_in_place
 from fdp.nn._recipe import Recipe, recipe_of
+from fdp.nn._stand_in import Tensors, stand_in, why_in_place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,31 +66,27 @@ def replicas_of(
     where: str,
     otherwise: Callable[[nn.Module, Recipe, Tensors], Any],
     *,
-    marks: Mapping[str, Any] = OF_REPLICAS,
+    marks: dict[str, Any] = OF_REPLICAS,
     detach: bool = False,
 ) -> list[M]:
     """Clones over the module's tensors and over copies of them; what is made `otherwise` if none can stand for it."""
     recipe, states = recipe_of(module)
-    named = (
-        dict(zip(recipe.numbers, recipe.tensors(states)[1:], strict=False)) if recipe.parts else _checked(module, where)
-    )
+    named = dict(zip(recipe.numbers, recipe.own(states)[1:], strict=False)) if states else _checked(module, where)
     _refuse_lazy(named.values())
-    made: list[Any] = []
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         copies = [copies_of(named, devices[0]), *own_copies_of(named, devices[1:])]
-    for tensors in copies:
-        if runs_in_place(recipe):
-            made.append(otherwise(module, recipe, tensors))
-            continue
-        numbered = [None, *[tensors[name] for name in recipe.numbers], *recipe.others(states)]
-        made.append(clone(recipe, states, numbered, shares=True, outlives=True, marks=marks).modules[0])
+    if why_in_place(recipe) is not None:
+        return [otherwise(module, recipe, tensors) for tensors in copies]
+    others = recipe.own(states)[len(named) + 1 :]
+    numbered = [[None, *tensors.values(), *others] for tensors in copies]
+    made: list[Any] = [clone(recipe, states, tensors, shares=True, replica=marks).modules[0] for tensors in numbered]
     return made
 
 
 def _refuse(module: nn.Module, recipe: Recipe, tensors: Tensors) -> Any:
     raise RuntimeError(
         f"replicate: a replica of this {type(module).__name__} would compute with the module's own tensors: "
-        f"{recipe.in_place or 'there is a hook on all modules'}. Remove what leads back to the module"
+        f"{why_in_place(recipe)}. Remove what leads back to the module"
     )
 
 
@@ -105,8 +101,8 @@ class InPlace(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
         module: nn.Module = vars(self)["_original"]
-        with in_place(module, vars(self)["_recipe"]):
-            return call_in_place(module, vars(self)["tensors"], args, kwargs)
+        with stand_in(module, vars(self)["_recipe"], [], vars(self)["tensors"]):
+            return module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_original"], name)

@@ -320,7 +320,7 @@ LEADING_BACK: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "compiled": (lambda module: torch.compile(module, backend="eager"), "forward"),
     "compiled part": (lambda module: nn.Sequential(torch.compile(module, backend="eager")), r"0\.forward"),
     "compiled in place": (compiled_in_place, "_compiled_call_impl"),
-    "hook that closes over it": (hooked, "_forward_hooks"),
+    "hook that closes over it": (hooked, r"_forward_hooks\.\d+"),
 }
 
 

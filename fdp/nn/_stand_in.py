@@ -1,0 +1,83 @@
+"""What is called in place of a module with other tensors: a clone of it, or itself where no clone can stand for it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from fdp._execution.guards import refuse_beside
+from fdp._execution.process_lock import exclusively
+from fdp._placement.slot import IN_PLACE
+from fdp._placement.transfers import differences
+from fdp._transforms.own_statistics import say_once
+from fdp._trees import torch_private
+from fdp.nn._clone import Clone, clone
+from fdp.nn._recipe import Recipe
+from fdp.nn._tree import Attributes
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+_SAID: dict[int, Any] = {}
+_WHAT_FOLLOWS = (
+    "What forward writes to its attributes stays, and activation checkpointing in it would compute with the module's "
+    "own tensors in the backward. Remove what leads back to the module, or keep that outside of it"
+)
+
+
+def why_in_place(recipe: Recipe) -> str | None:
+    """Why a call is one of the module itself. A hook on all modules may know the user's, and no clone."""
+    return recipe.in_place or ("there is a hook on all modules" if torch_private.has_any_global_hook() else None)
+
+
+@contextlib.contextmanager
+def stand_in(
+    module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any], *, shares: bool = True
+) -> Iterator[Clone]:
+    """As a context: what stands for the module with tensors under names of it; its own stand for those left out.
+
+    Afterwards the dict has what is under the names of its buffers by then; other buffers are the module's.
+    """
+    if why_in_place(recipe) is not None:
+        # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
+        swap = torch_private.reparametrize_module(module, given, tie_weights=True, strict=False, stack_weights=True)
+        with _alone(module, recipe), swap:
+            yield Clone([module])
+        return
+    tensors, names = recipe.own(states), {recipe.names[name]: name for name in given}
+    for number, name in names.items():
+        tensors[number] = given[name]
+    made = clone(recipe, states, tensors, shares=shares)
+    try:
+        yield made
+    finally:
+        for i, key, number in recipe.buffer_slots:
+            now, name = vars(made.modules[i])["_buffers"].get(key, _GONE), names.get(number)
+            if name is None and now is not tensors[number] and now is not _GONE:
+                states[i]["_buffers"][key] = now
+            elif name is not None and recipe.places[number - 1] == (i, "_buffers", key):
+                given[name] = now
+                if now is _GONE:
+                    del given[name]
+
+
+_GONE = object()
+
+
+@contextlib.contextmanager
+def _alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
+    why = why_in_place(recipe)
+    refuse_beside(
+        "a module that can only be called in place",
+        f"because {why}, and others would call it meanwhile. Pass executor='sequential', or remove what leads back",
+    )
+    if recipe.in_place and differences() is None:
+        text = f"Calls of this {type(module).__name__} run on the module itself, one at a time: {why}. {_WHAT_FOLLOWS}"
+        say_once(_SAID, module, text, UserWarning)
+    with exclusively():
+        token = IN_PLACE.set(True)
+        try:
+            yield
+        finally:
+            IN_PLACE.reset(token)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fdp._collectives.operations import Operation
-from fdp._collectives.packing import Layout, layout_of
 from fdp._execution.run import Run
 from fdp._placement.moves import copy
+from fdp._placement.packing import Layout, layout_of
 from fdp._trees import torch_private
 
 Grad = Tensor | None

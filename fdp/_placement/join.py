@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fdp._placement.check_outputs import Column, Weights, differing_integers, must_agree, problem_of
-from fdp._placement.moves import accumulator, concat, copy, is_inexact, to_device, total
+from fdp._placement.moves import accumulator, concat, is_inexact, to_device, total
+from fdp._placement.packing import Packed, copy_or_packed, packed_copies
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
@@ -43,6 +44,11 @@ def join(
     is_compiling = torch.compiler.is_compiling()  # ids would become guards on these very tensors
     problems: list[tuple[int, str]] = []
     leaves: list[Any] = []
+    away = [x for flat in others for x in flat.leaves if isinstance(x, torch.Tensor) and x.device != device]
+    if away:  # what is not needed here stays where it is
+        each = [(x, spec) for flat in others for x, spec in zip(flat.leaves, first.specs, strict=True)]
+        away = [x for x, spec in each if isinstance(x, torch.Tensor) and spec is not None and not must_agree(x, spec)]
+    packed = packed_copies(away, [device]) if len(away) > 1 else {}
     joined: dict[Any, Any] = {}
     for i, column in enumerate(zip(*[flat.leaves for flat in flats], strict=True)):
         spec = first.specs[i]
@@ -52,7 +58,7 @@ def join(
             continue
         key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
         if key not in joined:
-            joined[key] = _join_leaf(column, spec, weights, device, first, i)
+            joined[key] = _join_leaf(column, spec, weights, device, first, i, packed)
         leaves.append(joined[key])
     if problems or "mean" in first.specs:
         problems = problems or differing_integers([flat.leaves for flat in flats], first)
@@ -70,7 +76,9 @@ def resolve_specs(flat: Flat) -> None:
             flat.specs[i] = spec(flat.leaves[i]) if isinstance(flat.leaves[i], torch.Tensor) else 0
 
 
-def _join_leaf(column: Column, spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int) -> Any:
+def _join_leaf(
+    column: Column, spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int, packed: Packed
+) -> Any:
     if spec == "items":
         name, memo = flat.path(index), {}
         return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))
@@ -78,7 +86,12 @@ def _join_leaf(column: Column, spec: Any, weights: Weights, device: torch.device
         column = column[:1]  # nobody needs the others on this device
     is_tensor = isinstance(column[0], torch.Tensor)
     if is_tensor or spec == "list":
-        column = [copy(value, device, flat, index) if isinstance(value, torch.Tensor) else value for value in column]
+        column = [
+            value
+            if not isinstance(value, torch.Tensor) or value.device == device
+            else copy_or_packed(value, device, flat, index, packed)
+            for value in column
+        ]
     if spec == "list":
         return column
     if spec is None or not is_tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fdp._placement.leaf_plan import Home, LeafPlan, Make, not_differentiable
 from fdp._placement.moves import Memo, concat, copy, copy_once, split, to_device
+from fdp._placement.packing import copy_or_packed, packed_copies
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
 from fdp._placement.planned_leaf import PlannedLeaf, on_slots, planned
@@ -245,6 +246,15 @@ def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
+    whole = [plan for plan in plans if plan.moves and plan.is_needed_whole]
+    devices = whole[0].shares.devices if len(whole) > 1 else ()
+    packed = packed_copies([values[plan.index] for plan in whole], devices) if devices else {}
+    for plan in whole if packed else ():
+        for device in devices:
+            value = values[plan.index]
+            key = id(value), device
+            if key not in memo:
+                memo[key] = copy_or_packed(value, device, plan.flat, plan.index, packed)
     for plan in plans:
         for column, part in zip(columns, plan.cut(values[plan.index], memo), strict=True):
             column[plan.index] = part

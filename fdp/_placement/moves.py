@@ -36,7 +36,9 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
     """
     if tensor.device != device:
         report(tensor, device, flat, index)
-        return tensor.to(device)
+        # From pinned memory a copy goes on while the host does; from other memory torch would wait all the same.
+        may_be_pinned = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
+        return tensor.to(device, non_blocking=may_be_pinned and layers(tensor)[-1].is_pinned())
     return tensor.clone() if always else tensor
 
 

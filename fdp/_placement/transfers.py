@@ -85,6 +85,8 @@ def transfers() -> Iterator[list[Transfer]]:
     What the function itself copies is not among them, nor what autograd copies in a backward, but for what goes back
     through collectives, nor anything inside of `torch.compile`. Inside one another, both logs see a copy.
 
+    Leaves of less than 64 KiB travel together, those of a dtype in one buffer. Each has a line of its own all the same.
+
     >>> import fdp, torch
     >>> with fdp.transfers() as log:
     ...     batch = fdp.scatter(torch.ones(2, 3), ["cpu", "meta"])

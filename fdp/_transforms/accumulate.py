@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fdp._placement.leaf_plan import LeafPlan
-from fdp._placement.moves import LARGE, accumulator, add, add_to, copy
+from fdp._placement.moves import LARGE, accumulator, add, add_to
+from fdp._placement.packing import copy_or_packed, packed_copies
 from fdp._placement.transfers import Named
 from fdp._trees import torch_private
 from fdp._trees.profiling import staged
@@ -51,6 +52,7 @@ class Gradients:
         self._used = [0.0] * len(self._homes) if unused == "none" else None
         self._totals: list[Grad] = [None] * len(self._homes)
         self._is_own = [False] * len(self._homes)
+        self._packed: dict[Any, Tensor] = {}  # copies at home of gradients that are being added
         self._parts: list[list[Any]] = [[None] * shards if count is None else [] for count in self._counts]
 
     @staged("reduce")
@@ -90,10 +92,19 @@ class Gradients:
             sums = torch_private.foreach_add([totals[i] for i in small], [grads[i] for i in small])
             for i, total in zip(small, sums, strict=True):
                 totals[i] = total
-        for i in sorted(set(range(len(grads))).difference(small)):
+        rest = sorted(set(range(len(grads))).difference(small))
+        self._packed = self._brought_home(grads) if len(rest) > 1 else {}
+        for i in rest:
             grad, grads[i] = grads[i], None
             if grad is not None:
                 self._add_one(i, grad)
+        self._packed = {}
+
+    def _brought_home(self, grads: Sequence[Grad]) -> dict[Any, Tensor]:
+        """Copies of small gradients that are elsewhere, if all belong to one device."""
+        targets = {self._device or home.device for home, *_ in self._homes}
+        away = [grad for grad in grads if grad is not None and grad.device not in targets]
+        return packed_copies(away, targets) if away and len(targets) == 1 else {}
 
     def _add_one(self, i: int, grad: Tensor) -> None:
         home, flat, index = self._homes[i]
@@ -155,7 +166,9 @@ class Gradients:
     def _home(self, grad: Tensor, value: Tensor, flat: Named, index: int) -> Tensor:
         """A gradient on the output device, else where the tensor is that it belongs to."""
         device = self._device or value.device
-        return grad if grad.device == device else copy(grad, device, _GradientOf(flat), index)
+        if grad.device == device:
+            return grad
+        return copy_or_packed(grad, device, _GradientOf(flat), index, self._packed)
 
 
 class _GradientOf(NamedTuple):

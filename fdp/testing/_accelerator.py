@@ -10,6 +10,7 @@ from torch._C._autograd import DeviceType
 from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
 
+from fdp._placement import packing
 from fdp._placement.devices import available_devices
 from fdp.testing import _virtual_device as virtual
 from fdp.testing._virtual_tensor import VirtualTensor, copy_into
@@ -71,6 +72,7 @@ def install_virtual_accelerator(count: int) -> tuple[torch.device, ...]:
                 f"{where}: installed with {virtual.device_count()} devices already, which a process cannot change; "
                 f"start another one for {count}"
             )
+        packing.PLAIN.add(VirtualTensor)
         name = torch._C._get_privateuse1_backend_name()
         if name != "privateuseone":
             raise RuntimeError(f"{where}: the backend {name!r} stands where the virtual accelerator would")

@@ -7,12 +7,16 @@ a tree are joined and taken apart by few calls of torch, and Python sees each of
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fdp._placement.moves import copy
+from fdp._placement.transfers import Named, report
+from fdp._trees import torch_private
 
 _LAYOUT = operator.attrgetter("layout")
 _SMALL = 2**16  # bytes
@@ -114,3 +118,52 @@ def _layout_of(
     places = [i for parts in buffers for part in parts for i in part.places]
     order = sorted(range(len(places)), key=places.__getitem__)
     return Layout(buffers, list if order == sorted(order) else operator.itemgetter(*order))
+
+
+Packed = Mapping[tuple[int, torch.device], Tensor]
+"""Copies that have been made already, by the id of the tensor and the device."""
+
+
+def copy_or_packed(tensor: Tensor, device: torch.device, flat: Named, index: int, packed: Packed) -> Tensor:
+    """The tensor on a device, which may have come in a buffer; the log of `transfers` has a line for it either way."""
+    found = packed.get((id(tensor), device))
+    if found is None:
+        return copy(tensor, device, flat, index)
+    report(tensor, device, flat, index)
+    return found
+
+
+def packed_copies(tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> Packed:
+    """Copies of small tensors on other devices.
+
+    What is on one device and has one dtype travels in one buffer. Left out is what a graph leads through, or a
+    transform of torch.func, and what only a copy of its own would keep as it is: strides, subclasses.
+    """
+    found: dict[tuple[int, torch.device], Tensor] = {}
+    if torch.compiler.is_compiling() or torch_private.is_transformed():
+        return found
+    sources: dict[torch.device, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if _may_travel(tensor):
+            sources.setdefault(tensor.device, {})[id(tensor)] = tensor
+    targets = list(dict.fromkeys(devices))
+    for source, own in sources.items():
+        each = list(own.values())
+        layout = layout_of([x.shape for x in each], [x.dtype for x in each], [each])
+        buffers = [] if layout is None else layout.packed(each)
+        for target in targets:
+            if layout is not None and target != source:
+                moved = layout.unpacked([buffer.to(target) for buffer in buffers])
+                found.update({(key, target): x for key, x in zip(own, moved, strict=True)})
+    return found
+
+
+PLAIN: set[type] = {Tensor, torch.nn.Parameter}
+"""Tensors of these classes are nothing but their elements."""
+
+
+def _may_travel(tensor: Tensor) -> bool:
+    if type(tensor) not in PLAIN or (tensor.requires_grad and torch.is_grad_enabled()):
+        return False
+    is_small = tensor.layout is torch.strided and not tensor.is_nested and 0 < tensor.nbytes < _SMALL
+    return is_small and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

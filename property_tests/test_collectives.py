@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import fdp
 from property_tests.places import spread
+from tests.collectives.cases import Columns, exchanged, permuted, total, weighted
 from tests.common.threads import within
 
 REGISTERS = 3
@@ -60,25 +61,8 @@ def folded(x: Tensor) -> Tensor:
     return x.sum() * torch.eye(SIZE, dtype=x.dtype, device=x.device) / 10 + x.flatten()[:1] * 0.1
 
 
-Columns = Sequence[Tensor]
-
-
 def scattered(xs: Columns, dim: int) -> Sequence[Tensor]:
-    return torch.stack(list(xs)).sum(0).tensor_split(len(xs), dim)
-
-
-def exchanged(xs: Columns, split: int, join: int) -> Sequence[Tensor]:
-    pieces = [x.tensor_split(len(xs), split) for x in xs]
-    return [torch.cat(column, join) for column in zip(*pieces, strict=True)]
-
-
-def permuted(xs: Columns, pairs: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-    sources = {target: source for source, target in pairs}
-    return [xs[sources[i]] if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)]
-
-
-def mean(xs: Columns, weights: Sequence[int]) -> Tensor:
-    return torch.stack([x * w for x, w in zip(xs, weights, strict=True)]).sum(0) / sum(weights)
+    return total(xs).tensor_split(len(xs), dim)
 
 
 class Collective(NamedTuple):
@@ -87,15 +71,15 @@ class Collective(NamedTuple):
 
 
 COLLECTIVES: dict[str, Collective] = {
-    "psum": Collective(lambda x, y, k: fdp.psum(x), lambda xs, ys, k: [torch.stack(list(xs)).sum(0)] * len(xs)),
+    "psum": Collective(lambda x, y, k: fdp.psum(x), lambda xs, ys, k: [total(xs)] * len(xs)),
     "psum-tree": Collective(
         lambda x, y, k: (lambda out: out["a"] + out["b"][0] * out["c"])(fdp.psum({"a": x, "b": [y], "c": k})),
-        lambda xs, ys, k: [torch.stack(list(xs)).sum(0) + torch.stack(list(ys)).sum(0) * k * len(xs)] * len(xs),
+        lambda xs, ys, k: [total(xs) + total(ys) * k * len(xs)] * len(xs),
     ),
-    "pmean": Collective(lambda x, y, k: fdp.pmean(x), lambda xs, ys, k: [mean(xs, [1] * len(xs))] * len(xs)),
+    "pmean": Collective(lambda x, y, k: fdp.pmean(x), lambda xs, ys, k: weighted([1] * len(xs), xs)),
     "pmean-weighted": Collective(
         lambda x, y, k: fdp.pmean(x, weight=fdp.axis_index() + k + 1),
-        lambda xs, ys, k: [mean(xs, [i + k + 1 for i in range(len(xs))])] * len(xs),
+        lambda xs, ys, k: weighted([i + k + 1 for i in range(len(xs))], xs),
     ),
     "pmax-detached": Collective(
         lambda x, y, k: fdp.pmax(x.detach()),
@@ -176,7 +160,7 @@ def arguments(n: int, attached: bool) -> tuple[Tensor, Tensor]:
     return w.requires_grad_(attached), x.requires_grad_(attached)
 
 
-def weighted(registers: Sequence[Tensor], i: int) -> Tensor:
+def loss_of(registers: Sequence[Tensor], i: int) -> Tensor:
     """The loss of a slot, different for each, and with a part in everything."""
     return torch.stack([(r.sin() * (i + 1 + k)).sum() for k, r in enumerate(registers)]).sum()
 
@@ -186,7 +170,7 @@ def oracle(program: Sequence[Step], n: int) -> tuple[list[Tensor], Tensor, Tenso
     w, x = arguments(n, attached=True)
     ws = [w * 1 for _ in range(n)]
     columns = [list(column) for column in zip(*map(beginning, ws, x), strict=True)]
-    losses = [weighted(row, i) for i, row in enumerate(zip(*simulate(program, columns), strict=True))]
+    losses = [loss_of(row, i) for i, row in enumerate(zip(*simulate(program, columns), strict=True))]
     total = torch.stack(losses).sum() + 0 * (w.sum() + x.sum())
     *each, whole, rows = torch.autograd.grad(total, [*ws, w, x], allow_unused=True)
     each = [torch.zeros_like(w) if grad is None else grad for grad in each]
@@ -199,7 +183,7 @@ def outside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any)
     """The losses, and gradients that come from outside."""
 
     def fn(w: Tensor, x: Tensor) -> Tensor:
-        return weighted(execute(program, beginning(w, x[0]), fault), fdp.axis_index())
+        return loss_of(execute(program, beginning(w, x[0]), fault), fdp.axis_index())
 
     w, x = arguments(n, attached=True)
     losses = fdp.dp_apply(fn, w, x, spread(n), out_dims="list", executor=executor)
@@ -212,7 +196,7 @@ def inside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any, 
 
     def fn(w: Tensor, x: Tensor) -> Any:
         def loss(w: Tensor) -> Tensor:
-            return weighted(execute(program, beginning(w, x[0]), fault), fdp.axis_index())
+            return loss_of(execute(program, beginning(w, x[0]), fault), fdp.axis_index())
 
         if functional:
             grad, value = torch.func.grad_and_value(loss)(w)
@@ -226,7 +210,7 @@ def inside(program: Sequence[Step], n: int, fault: Fault | None, executor: Any, 
 
 def value_and_grad(program: Sequence[Step], n: int, executor: Any) -> Any:
     def fn(w: Tensor, x: Tensor) -> Tensor:
-        return weighted(execute(program, beginning(w, x[0])), fdp.axis_index())
+        return loss_of(execute(program, beginning(w, x[0])), fdp.axis_index())
 
     w, x = arguments(n, attached=False)
     return fdp.value_and_grad(fn, devices=spread(n), reduction="sum", executor=executor)(w, x)
@@ -234,7 +218,7 @@ def value_and_grad(program: Sequence[Step], n: int, executor: Any) -> Any:
 
 def transformed(program: Sequence[Step], n: int) -> Any:
     def fn(w: Tensor, x: Tensor) -> Tensor:
-        return weighted(execute(program, beginning(w, x[0])), fdp.axis_index())
+        return loss_of(execute(program, beginning(w, x[0])), fdp.axis_index())
 
     w, x = arguments(n, attached=False)
 

@@ -180,21 +180,15 @@ def in_context(context: str, call: Callable[[], Any]) -> Any:
 CONTEXTS = ("plain", "no_grad", "inference", "vmap")
 
 
-@given(problems(), st.sampled_from(CONTEXTS))
-def test_l6_mean_over_rows(problem: Problem, context: str):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@given(st.data(), st.sampled_from(CONTEXTS))
+def test_l6_over_rows(reduction: str, data: st.DataObject, context: str):
+    problem = data.draw(problems(at_least=int(reduction == "mean")))
+
     def loss(*args: Any) -> torch.Tensor:
-        return problem.row_losses(*args).mean()
+        return getattr(problem.row_losses(*args), reduction)()
 
-    got = in_context(context, lambda: problem.transformed(fdp.value_and_grad, loss))
-    assert_close(got, problem.oracle(loss))
-
-
-@given(problems(at_least=0), st.sampled_from(CONTEXTS))
-def test_l6_sum_over_rows(problem: Problem, context: str):
-    def loss(*args: Any) -> torch.Tensor:
-        return problem.row_losses(*args).sum()
-
-    got = in_context(context, lambda: problem.transformed(fdp.value_and_grad, loss, reduction="sum"))
+    got = in_context(context, lambda: problem.transformed(fdp.value_and_grad, loss, reduction=reduction))
     assert_close(got, problem.oracle(loss))
 
 

@@ -1,10 +1,9 @@
 """L13: the same step gives the same numbers in one process on k slots, and in m processes of k/m slots."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -14,19 +13,12 @@ import fdp
 from fdp.distributed import Mesh
 from property_tests.comparing import assert_same
 from property_tests.places import cpu_only
-from property_tests.test_collectives import SIZE, Step, execute, programs, weighted
+from property_tests.test_collectives import SIZE, Step, execute, loss_of, programs
 from tests.distributed.pool import Pool
 from tests.distributed.scales import Layout, Seat, agree_on_failure, alone, even, in_process, joined
 
 pytestmark = cpu_only
 GLOBAL = (None, "mean", "sum", "max", "min")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    """Two processes, and four."""
-    with Pool(2) as two, Pool(4) as four:
-        yield {2: two, 4: four}
 
 
 # ---- strategies
@@ -105,7 +97,7 @@ def exchanged(case: Case, p: Any, x: Tensor) -> Tensor | float:
         return 0.0
     mean = x.sum(0) / max(1, len(x))
     registers = execute(case.program, [p["a"].sin(), mean * p["a"], mean + 0.1 * p["more"][0]])
-    return weighted(registers, fdp.axis_index())
+    return loss_of(registers, fdp.axis_index())
 
 
 def outputs(case: Case, p: Any, x: Tensor) -> Any:

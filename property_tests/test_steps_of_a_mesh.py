@@ -1,9 +1,7 @@
 """L13 and L12 from step to step: a mesh gives the numbers of one device, and names who fails."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -15,12 +13,6 @@ from tests.common.comparing import assert_close_tree
 from tests.distributed.pool import Pool
 
 pytestmark = cpu_only
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    with Pool(2) as two, Pool(4) as four:
-        yield {2: two, 4: four}
 
 
 class Step(NamedTuple):

@@ -89,29 +89,6 @@ def test_nothing_is_kept(fault: str, executor: Any):
     assert [reference() for reference in references] == [None] * len(references)
 
 
-@each_executor
-@pytest.mark.parametrize("seed", [None, 3])
-def test_the_callers_state_is_as_before(seed: int | None, executor: Any):
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-
-    def fn(i: int, x: Tensor) -> Tensor:
-        if seed is not None:
-            torch.rand(3)
-        fdp.psum(0)
-        if i == 1:
-            raise OddError("wrong")
-        with torch.no_grad():
-            return fdp.psum(argument(x))
-
-    with pytest.raises(OddError, match="wrong"):
-        call(fn, executor, seed=seed)
-    assert torch.is_grad_enabled()
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(NameError, match="this code runs in no slot"):
-        fdp.axis_index()
-
-
 # ---------------------------------------------------------------- many at once
 
 
@@ -151,28 +128,12 @@ def test_many_callers(seed: int | None, executor: Any):
             thread.join(40)
         assert not any(thread.is_alive() for thread in threads)
 
+    before = threading.active_count()
     with side_by_side():
         within(45, all_at_once)
     assert not errors
+    assert threading.active_count() <= before + 8 * SLOTS  # no more than were used at once
     works(executor)
-
-
-@each_executor
-def test_many_callers_start_no_more_threads_than_they_use(executor: Any):
-    def once() -> None:
-        threads = [threading.Thread(target=works, args=(executor,), daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-
-    for _ in range(2):
-        once()
-    assert sum(thread.name == "fdp-slot" for thread in threading.enumerate()) <= 200
-    before = threading.active_count()
-    for _ in range(3):
-        once()
-    assert threading.active_count() <= before + 4 * SLOTS
 
 
 @few()
@@ -211,24 +172,6 @@ def test_nested(fault: str, inner_executor: Any, executor: Any):
             call(fn, executor)
         if isinstance(caught.value, OddError):
             assert caught.value is error
-    works(executor)
-
-
-@each_executor
-def test_nested_in_a_failing_backward(executor: Any):
-    def fn(i: int, x: Tensor) -> Tensor:
-        def inner(w: Any, y: Tensor) -> Tensor:
-            out = fdp.psum(y, "inner") * 1
-            if i == 1 and fdp.axis_index("inner") == 0:
-                out.register_hook(lambda grad: 1 / 0)
-            return out * 2
-
-        y = fdp.dp_apply(inner, None, x[0, :2] * 1, fdp.virtual_devices(2), executor=executor, axis_name="inner")
-        return fdp.psum(y)
-
-    outs = call(fn, executor)
-    with pytest.raises(ZeroDivisionError, match="division by zero"):
-        within(20, torch.stack([out.sum() for out in outs]).sum().backward)
     works(executor)
 
 

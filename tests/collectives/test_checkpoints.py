@@ -74,17 +74,6 @@ def test_dropout_before_and_after_what_slots_meet_in(seed: int | None, microbatc
     both(run)
 
 
-def test_the_largest_value_as_a_constant():
-    def block(h: Tensor) -> Tensor:
-        largest = fdp.pmax(h.max()).detach()
-        return largest + fdp.psum((h - largest).exp().sum()).log() + h
-
-    def run(way: Callable[..., Any]) -> Any:
-        return fdp.value_and_grad(lambda w, x: way(block, w * x).mean(), devices=fdp.virtual_devices(2))(W, X)
-
-    both(run)
-
-
 @pytest.mark.parametrize("name", ["inner", "data"])
 def test_a_call_inside_whose_slots_meet_is_refused(name: str):
     def block(w: Tensor, h: Tensor) -> Tensor:
@@ -98,35 +87,6 @@ def test_a_call_inside_whose_slots_meet_is_refused(name: str):
 
     with pytest.raises(RuntimeError, match=r"psum: in a call inside of a block.*Write the checkpoint inside"):
         fdp.value_and_grad(loss, devices=fdp.virtual_devices(2))(W, X)
-
-
-def test_a_call_inside_and_around():
-    """A checkpoint around a call with collectives, and one in each slot."""
-
-    def run(way: Callable[..., Any]) -> Any:
-        def part(w: Tensor, x: Tensor) -> Tensor:
-            return way(lambda h: h.sin() * fdp.psum(h.sum()), w * x)
-
-        def block(w: Tensor, x: Tensor) -> Tensor:
-            return fdp.dp_apply(part, w, x, fdp.virtual_devices(3))
-
-        w = W.clone().requires_grad_()
-        out = checkpoint(block, w, X, use_reentrant=False) if way is saved else block(w, X)
-        return out, torch.autograd.grad(out.square().sum(), w)
-
-    both(run)
-
-
-def test_a_second_backward():
-    def block(h: Tensor) -> Tensor:
-        return h.sin() * fdp.psum(h.sum())
-
-    def run(way: Callable[..., Any]) -> Any:
-        w = W.clone().requires_grad_()
-        value = fdp.dp_apply(lambda w, x: way(block, w * x), w, X, fdp.virtual_devices(2)).square().sum()
-        return [torch.autograd.grad(value, w, retain_graph=True) for _ in range(2)]
-
-    both(run)
 
 
 def test_a_block_that_calls_others_when_it_is_computed_again():
@@ -151,14 +111,6 @@ def test_without_the_context_the_error_says_what_to_write(slots: int):
     out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(slots))
     with pytest.raises(RuntimeError, match=r"psum: this code runs in a backward.*context_fn=fdp\.checkpoint_context"):
         out.sum().backward()
-
-
-def test_a_block_without_collectives_and_outside_of_slots():
-    def run(way: Callable[..., Any]) -> Any:
-        w = W.clone().requires_grad_()
-        return torch.autograd.grad(way(lambda h: h.sin().exp(), w * X).sum(), w)
-
-    both(run)
 
 
 def test_axis_index_in_a_hook_of_a_backward():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import (
-    CASES,
     Case,
     W,
     X,
@@ -19,7 +18,6 @@ from tests.collectives.cases import (
     local,
     plain,
     product,
-    some_counts,
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
@@ -63,49 +61,6 @@ def test_inside(case: Case, inside: Callable[..., Tensor], n: int, executor: Any
     ws = [W.clone().requires_grad_() for _ in range(n)]
     outs = plain(case, n)(ws, X)
     assert_close_tree(list(found), list(torch.autograd.grad(product(outs, cotangents(outs)), ws)))
-
-
-@few(2)
-@each_executor
-@some_counts
-@each_case
-def test_value_and_grad(case: Case, n: int, executor: Any):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        out = case.call(local(case, w, x)) * w.sum()
-        return (out * (numbers(*out.shape) + fdp.axis_index())).sum()
-
-    devices = fdp.virtual_devices(n)
-    found = fdp.value_and_grad(loss, devices=devices, reduction="sum", executor=executor)(W, X)
-    w = W.clone().requires_grad_()
-    outs = plain(case, n)(w, X)
-    value = product(outs, cotangents(outs))
-    assert_close_tree(found, (value, torch.autograd.grad(value, w)[0]))
-
-
-@each_executor
-@pytest.mark.parametrize("case", [CASES[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")])
-def test_inside_then_outside(case: Case, executor: Any):
-    """A gradient taken inside, differentiated outside."""
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        own = w * 1
-
-        def loss(w: Tensor) -> Tensor:
-            out = case.call(local(case, w, x)) * w.sum()
-            return (out.square() * (numbers(*out.shape) + fdp.axis_index())).sum()
-
-        return torch.func.grad(loss)(own)
-
-    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
-    found = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
-    ws = [v * 1 for _ in range(3)]
-    outs = plain(case, 3)(ws, X)
-    total = product([out.square() for out in outs], cotangents(outs))
-    expected = torch.autograd.grad(total, ws, create_graph=True)
-    assert_close_tree(list(found), list(expected))
-    product(found, cotangents(found)).backward()
-    product(expected, cotangents(found)).backward()
-    assert_close_tree(w.grad, v.grad)
 
 
 @each_executor

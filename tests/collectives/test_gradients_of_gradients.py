@@ -118,23 +118,6 @@ def test_with_an_argument_that_is_not_used(name: str, how: str, executor: Any):
     assert_close_tree(within(30, lambda: derivatives(lambda w, x: list(call(w, x)))), derivatives(alone))
 
 
-@each_executor
-@pytest.mark.parametrize("slot", range(3))
-def test_of_one_slots_output(slot: int, executor: Any):
-    """The others have no gradient of their own, but part in it; and a product of two needs both again."""
-
-    def on_slots(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum((w * x).sum()) * fdp.psum((w * x).sin().sum()) * x.sum()
-
-    def call(w: Tensor, x: Tensor) -> Any:
-        return [fdp.dp_apply(on_slots, w, x, three, executor=executor, out_dims="list")[slot]]
-
-    def alone(w: Tensor, x: Tensor) -> Any:
-        return [(w * x).sum() * (w * x).sin().sum() * x.split(2)[slot].sum()]
-
-    assert_close_tree(within(30, lambda: derivatives(call)), derivatives(alone))
-
-
 # ---------------------------------------------------------------- by torch.func
 
 
@@ -191,42 +174,3 @@ def test_nested(output: int, slot: int, inner_executor: Any, executor: Any):
         return
     found = within(30, lambda: derivatives(lambda w, x: [call(w, x)[output][slot]], x=x, order=2))
     assert_close_tree(found, derivatives(lambda w, x: [of_blocks(w, x)[output][slot]], x=x, order=2))
-
-
-@few()
-@pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("fewer", range(1, 16, 2))
-def test_nested_where_other_threads_have_made_fewer_nodes(slot: int, fewer: int):
-    """Autograd orders by numbers that each thread counts for itself; the second gradient is by other threads."""
-    x = numbers(4, 4).abs() + 1
-
-    def count_on(rows: Tensor) -> Tensor:
-        def number() -> int:
-            node: Any = rows.detach().requires_grad_().neg().grad_fn
-            return node._sequence_nr()
-
-        last = int(fdp.pmax(torch.tensor(number()))) + 200 - fewer * int(fdp.axis_index())
-        while number() < last:
-            pass
-        return rows
-
-    def gradients(out: Tensor, own: Any) -> Any:
-        return torch.autograd.grad(out.sin().sum(), own, create_graph=True)
-
-    def second(call: Call, around: Callable[..., Any]) -> Any:
-        own = W.clone().requires_grad_(), x.clone().requires_grad_()
-        found: list[Any] = [gradients(call(*own)[1][slot], own)]
-        around(lambda: found.append(gradients(torch.stack([grad.sum() for grad in found[0]]), own)))
-        return found
-
-    def inside_another_call(differentiate: Callable[[], None]) -> None:
-        def other(rows: Tensor) -> Tensor:
-            if fdp.psum(fdp.axis_index()) and fdp.axis_index() == 0:
-                differentiate()
-            return rows
-
-        fdp.shard_map(other, devices=fdp.virtual_devices(2))(torch.ones(2))
-
-    fdp.shard_map(count_on, devices=fdp.virtual_devices(10))(torch.ones(10))
-    found = within(30, lambda: second(outer("sequential", "sequential"), inside_another_call))
-    assert_close_tree(found, second(of_blocks, lambda differentiate: differentiate()))

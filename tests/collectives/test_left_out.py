@@ -217,24 +217,6 @@ def test_aux_beside_a_loss(n: int, create_graph: Any, executor: Any):
 
 @each_executor
 @pytest.mark.parametrize("attached", [False, True])
-def test_microbatches(attached: bool, executor: Any):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        total, _ = fdp.psum(((w * x).sum(0), (w * x).sqrt().sum(0)))
-        return (w * x).sin().sum() + 0 * total.sum()
-
-    x = torch.cat([X, X[:1]])
-    options: Any = {"devices": fdp.virtual_devices(2), "microbatches": 3, "reduction": "sum", "executor": executor}
-    w, v = W.clone().requires_grad_(attached), W.clone().requires_grad_()
-    grad = fdp.grad(loss, **options)(w, x)
-    (expected,) = torch.autograd.grad((v * x).sin().sum(), v, create_graph=True)
-    assert_close_tree(grad, expected)
-    if attached:
-        (found,) = torch.autograd.grad(grad.sin().sum(), w)
-        assert_close_tree(found, torch.autograd.grad(expected.sin().sum(), v)[0])
-
-
-@each_executor
-@pytest.mark.parametrize("attached", [False, True])
 def test_a_slot_that_counts_nothing(attached: bool, executor: Any):
     """Its loss is left out; what its rows do to the losses of others is not."""
 
@@ -303,27 +285,6 @@ def test_leaves_of_a_tree_inside(inner: Callable[..., Any], executor: Any):
         return fdp.dp_apply(fn, W, X, fdp.virtual_devices(2), out_dims="list", executor=executor)
 
     assert_close_tree(mapped(with_roots=True), mapped(with_roots=False))
-
-
-@each_executor
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_is_sent_nowhere(n: int, executor: Any):
-    x = X + torch.tensor([1.0, 1, 1, 0, 0], dtype=torch.float64)[:, None] * (n == 2)
-    x = x + torch.tensor([1.0, 1, 0, 0, 0], dtype=torch.float64)[:, None] * (n == 3)
-
-    def on_slots(w: Tensor, x: Tensor) -> Tensor:
-        sent = fdp.ppermute((w * x).sqrt().sum(0), [(0, 1)])
-        return sent.sin() + (w * x).sum(0) * fdp.psum((w * x).sum(0))
-
-    def alone(w: Tensor, x: Tensor) -> list[Tensor]:
-        parts, total = [w * part for part in x.tensor_split(n)], (w * x).sum(0)
-        sent = [parts[0].sqrt().sum(0) if i == 1 else torch.zeros_like(w) for i in range(n)]
-        return [one.sin() + part.sum(0) * total for one, part in zip(sent, parts, strict=True)]
-
-    own = W.clone().requires_grad_(), x.clone().requires_grad_()
-    outs = fdp.dp_apply(on_slots, *own, fdp.virtual_devices(n), out_dims="list", executor=executor)
-    found = torch.autograd.grad(torch.stack(list(outs)).sum(), own)
-    assert_close_tree(found, torch.autograd.grad(torch.stack(alone(*own)).sum(), own))
 
 
 # ---------------------------------------------------------------- as on one device

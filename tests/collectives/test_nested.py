@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fdp
 from tests.collectives.cases import each_executor
@@ -67,64 +66,6 @@ def test_slots_of_calls_inside_meet_where_others_have_not_begun(executor: Any):
 
 REFUSED = "^executor='threads': the function calls "
 OUTER = r"psum: executor='threads': a collective over axis 'data', which is further out"
-STATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
-    "get_rng_state": lambda x: (torch.get_rng_state(), x.sin())[1],
-    "manual_seed": lambda x: (torch.manual_seed(3), x.sin())[1],
-}
-
-
-@each_executor
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_of_generators_between_collectives_inside(name: str, executor: Any):
-    def leaf(x: Tensor) -> Tensor:
-        x = STATES[name](x * fdp.psum(x.sum(), "inner"))
-        return x * fdp.psum(x.sum(), "inner") + fdp.psum(x.sum())
-
-    def fn(x: Tensor) -> Tensor:
-        return inner(leaf)(x)
-
-    x = X.clone().requires_grad_()
-    if executor == "threads":
-        with pytest.raises(RuntimeError, match=REFUSED):
-            limited(lambda: outer(fn, executor=executor)(x))
-        return
-    with torch.random.fork_rng():
-        found = limited(lambda: outer(fn, executor=executor)(x))
-        (grad,) = limited(lambda: torch.autograd.grad(found.sin().sum(), x))
-    parts = x.reshape(3, 2, 2)
-    h = (parts * parts.sum(2, keepdim=True).sum(1, keepdim=True)).sin()
-    want = (h * h.sum((1, 2), keepdim=True) + h.sum(2, keepdim=True).sum(0, keepdim=True)).reshape(-1)
-    torch.testing.assert_close((found, grad), (want, *torch.autograd.grad(want.sin().sum(), x)))
-
-
-def noise(x: Tensor) -> Tensor:
-    return torch.rand_like(x) + 0 * fdp.psum(x.sum(), "inner")
-
-
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "in a call": lambda x: inner(noise)(x),
-    "in a call with a seed": lambda x: inner(noise, seed=1)(x),
-    "in slot 0": lambda x: applied(lambda _, x: noise(x), None, x, TWO, axis_name="inner"),
-    "around a collective": lambda x: inner(lambda x: torch.rand_like(x) + 0 * fdp.psum(x.sum()), seed=1)(x),
-    "before a collective": lambda x: torch.rand_like(x) + 0 * inner(scaled)(x),
-}
-
-
-@each_executor
-@pytest.mark.parametrize("meets", [True, False])
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_seed_outside_is_that_of_the_draws_inside(name: str, meets: bool, executor: Any):
-    """The first call draws as the later ones do, and the generator of the caller stays where it is."""
-
-    def fn(x: Tensor) -> Tensor:
-        return DRAWS[name](x) + (0 * fdp.psum(x.sum()) if meets else 0)
-
-    call, before = outer(fn, executor=executor, seed=0), torch.get_rng_state()
-    first, second = limited(lambda: (call(X), call(X)))
-    assert torch.equal(first, second)
-    assert len(first.unique()) >= 4
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @each_executor

@@ -111,7 +111,7 @@ def test_outside_and_inside(inside: str, outside: str):
 
 @few(2)
 @each_case
-@pytest.mark.parametrize("outside", ["grad", "vmap", "jacrev", "vmap of grad"])
+@pytest.mark.parametrize("outside", ["grad", "vmap", "jacrev", "vmap of grad", "autograd"])
 def test_each_collective_in_a_gradient_in_a_transform(outside: str, case: Case):
     def on_slots(w: Tensor) -> Tensor:
         def fn(w: Tensor, x: Tensor) -> Tensor:

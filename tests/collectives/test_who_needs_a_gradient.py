@@ -26,7 +26,6 @@ from tests.collectives.cases import (
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
-from tests.common.numbers import numbers
 
 
 @few()
@@ -81,38 +80,6 @@ def test_captured(case: Case, is_leaf: bool, executor: Any):
         return fdp.dp_apply(fn, None, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
 
     assert_close_tree(run(found), run(lambda captured: plain(case, 3)(captured, X)))
-
-
-@each_executor
-def test_captured_and_passed(executor: Any):
-    def run(one: bool) -> Any:
-        w = W.clone().requires_grad_()
-        u = w * 2
-        if one:
-            out = (w * X * u).sum() * (u * X).sum() * X.sum(1)
-        else:
-
-            def fn(w: Tensor, x: Tensor) -> Tensor:
-                return fdp.psum((w * x * u).sum()) * fdp.psum((u * x).sum()) * x.sum(1)
-
-            out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor)
-        (first,) = torch.autograd.grad((out * numbers(7)).sum(), w, create_graph=True)
-        return first, torch.autograd.grad(first.square().sum(), w)
-
-    assert_close_tree(run(one=False), run(one=True))
-
-
-@each_executor
-def test_a_tensor_made_of_the_same_graph(executor: Any):
-    """What goes in and what comes out are used together outside."""
-    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
-    u, t = w.exp(), v.exp()
-    out = fdp.dp_apply(
-        lambda w, x: fdp.psum((w * x).sum()) * x, u, X, fdp.virtual_devices(2), executor=executor, out_dims=0
-    )
-    (out.sum() * u.sum()).backward()
-    (((t * X).sum() * X).sum() * t.sum()).backward()
-    assert_close_tree(w.grad, v.grad)
 
 
 @few()

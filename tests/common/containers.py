@@ -12,8 +12,6 @@ from torch.utils import _pytree as torch_pytree
 
 
 class Point(NamedTuple):
-    """A typed namedtuple."""
-
     x: Any
     y: Any
 
@@ -32,39 +30,29 @@ class Batch:
 
 @dataclasses.dataclass
 class Plain:
-    """A dataclass that nobody registered."""
-
     x: Any
     y: Any = None
 
 
 @dataclasses.dataclass
 class Inherited(Plain):
-    """A dataclass with fields of its parent."""
-
     z: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """An immutable dataclass."""
-
     x: Any
     y: Any
 
 
 @dataclasses.dataclass(slots=True)
 class Slotted:
-    """A dataclass without a `__dict__`."""
-
     x: Any
     y: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keywords:
-    """A dataclass that is built by keywords only."""
-
     x: Any
     y: Any = 0
 

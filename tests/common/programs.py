@@ -6,6 +6,7 @@ anything else has happened there.
 
 import atexit
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +57,16 @@ def _server() -> subprocess.Popen[bytes]:
 def _end(server: subprocess.Popen[bytes]) -> None:
     with server:
         server.kill()
+
+
+def load(path: Path) -> Any:
+    """A file as a module, wherever it is."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_script(path: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

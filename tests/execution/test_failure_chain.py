@@ -104,25 +104,6 @@ def test_a_failure_comes_alone(name: str, where: str, executor: Any):
     assert chain(caught.value) == [caught.value]
 
 
-@each_executor
-@pytest.mark.parametrize("name", CALLS)
-def test_a_finally_around_a_collective_runs_once(name: str, executor: Any):
-    """After it, when it has what the collective returned."""
-    totals: list[float] = []
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        total = torch.zeros(())
-        try:
-            total = fdp.psum(w * x.sum())
-        finally:
-            totals.append(total.item())
-        return w * total * x
-
-    w, x = torch.full((), 2.0, dtype=torch.float64), torch.arange(3.0, dtype=torch.float64)
-    CALLS[name](fn, w, x, executor)
-    assert totals == [6] * 3
-
-
 @few()
 @each_executor
 @pytest.mark.parametrize(("name", "where"), [*CASES, *((name, "nowhere") for name in CALLS)])

@@ -19,7 +19,7 @@ from torch import nn
 
 import fdp
 from tests.common.programs import ROOT
-from tests.common.threads import HAS_LOCK, many_cores, wake_workers
+from tests.common.threads import many_cores, wake_workers
 
 W, X = torch.ones(()), torch.ones(4)
 
@@ -132,26 +132,3 @@ def put(box: Any, key: int) -> None:
         box.discard(key) if isinstance(box, set) else box.pop(key)
     else:
         box.add(key) if isinstance(box, set) else box.setdefault(key)
-
-
-@pytest.mark.skipif(HAS_LOCK, reason="a sum of whole numbers is one step for Python's lock")
-def test_another_thread_compiles():
-    """How often something was compiled is summed up over what each frame counts."""
-    convert_frame = pytest.importorskip("torch._dynamo.convert_frame")
-    counter, slots = convert_frame.FRAME_COMPILE_COUNTER, fdp.virtual_devices(2)
-    own = [object() for _ in range(2000)]
-    for frame in own:
-        counter[frame] += 1
-
-    def compile_one(number: int) -> None:
-        counter[own[number % len(own)]] += 1
-        del counter[own[(number + 77) % len(own)]]
-        counter[own[(number + 77) % len(own)]] += 1
-
-    try:
-        with meanwhile(compile_one):
-            for _ in range(100):
-                assert torch.equal(fdp.dp_apply(torch.mul, W, X, slots, executor="threads"), X)
-    finally:
-        for frame in own:
-            counter.pop(frame, None)

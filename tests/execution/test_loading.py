@@ -299,82 +299,37 @@ class OnlyAtOnce:
         return rows
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "iterable": (
-        lambda: BATCHES.loader(Stream()),
-        TypeError,
-        "Stream gives samples in an order of its own, and Batches says which row comes when. Pass a dataset with",
-    ),
-    "generator": (
-        lambda: BATCHES.loader(i for i in range(23)),
-        TypeError,
-        "generator gives samples in an order of its",
-    ),
+ONE_BY_ONE = "expected a dataset with __len__ and __getitem__, got "
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "iterable": (Stream(), {}, TypeError, "Stream gives samples in an order of its own, .* Pass a dataset with"),
+    "generator": ((i for i in range(23)), {}, TypeError, "generator gives samples in an order of its"),
     "tensors": (
-        lambda: BATCHES.loader((torch.ones(23), torch.ones(23))),
-        ValueError,
+        *((torch.ones(23), torch.ones(23)), {}, ValueError),
         r"the dataset has 2 rows, and these are batches of n=23\. Of tensors make a TensorDataset, or take x\[batches",
     ),
-    "set": (lambda: BATCHES.loader(set(range(23))), TypeError, "expected a dataset with .* got set"),
-    "no length": (
-        lambda: BATCHES.loader(WithoutLength()),
-        TypeError,
-        "expected a dataset with __len__ and __getitem__, got WithoutLength",
-    ),
-    "only several rows at once": (
-        lambda: BATCHES.loader(OnlyAtOnce()),
-        TypeError,
-        "expected a dataset with __len__ and __getitem__, got OnlyAtOnce",
-    ),
-    "length": (lambda: BATCHES.loader(range(20)), ValueError, "the dataset has 20 rows, and these are batches of n=23"),
-    "batch_size": (
-        lambda: BATCHES.loader(range(23), batch_size=6),
-        TypeError,
-        r"no batch_size.* Pass it to Batches\(n, b",
-    ),
-    "shuffle": (
-        lambda: BATCHES.loader(range(23), shuffle=True),
-        TypeError,
-        r"no shuffle: .* Batches\(n, batch_size, shuf",
-    ),
-    "drop_last": (lambda: BATCHES.loader(range(23), drop_last=True), TypeError, "no drop_last: .* drop_last"),
-    "sampler": (
-        lambda: BATCHES.loader(range(23), sampler=[1]),
-        TypeError,
-        "no sampler: .* use torch's DataLoader, with",
-    ),
-    "batch_sampler": (
-        lambda: BATCHES.loader(range(23), batch_sampler=[[1]]),
-        TypeError,
-        "no batch_sampler: .* mesh.local",
-    ),
-    "generator option": (
-        lambda: BATCHES.loader(range(23), generator=torch.Generator()),
-        TypeError,
-        "no generator: .* comes from the seed",
-    ),
-    "in_order": (lambda: BATCHES.loader(range(23), in_order=False), TypeError, "in_order=False would take steps in an"),
-    "unknown": (lambda: BATCHES.loader(range(23), workers=2), TypeError, "unexpected keyword argument 'workers'"),
+    "set": (set(range(23)), {}, TypeError, "expected a dataset with .* got set"),
+    "no length": (WithoutLength(), {}, TypeError, f"{ONE_BY_ONE}WithoutLength"),
+    "only several rows at once": (OnlyAtOnce(), {}, TypeError, f"{ONE_BY_ONE}OnlyAtOnce"),
+    "length": (range(20), {}, ValueError, "the dataset has 20 rows, and these are batches of n=23"),
+    "batch_size": (range(23), {"batch_size": 6}, TypeError, r"no batch_size.* Pass it to Batches\(n, b"),
+    "shuffle": (range(23), {"shuffle": True}, TypeError, r"no shuffle: .* Batches\(n, batch_size, shuf"),
+    "drop_last": (range(23), {"drop_last": True}, TypeError, "no drop_last: .* drop_last"),
+    "sampler": (range(23), {"sampler": [1]}, TypeError, "no sampler: .* use torch's DataLoader, with"),
+    "batch_sampler": (range(23), {"batch_sampler": [[1]]}, TypeError, "no batch_sampler: .* mesh.local"),
+    "generator=": (range(23), {"generator": torch.Generator()}, TypeError, "no generator: .* comes from the seed"),
+    "in_order": (range(23), {"in_order": False}, TypeError, "in_order=False would take steps in an"),
+    "unknown": (range(23), {"workers": 2}, TypeError, "unexpected keyword argument 'workers'"),
     "mesh": (
-        lambda: BATCHES.loader(range(23), fdp.virtual_devices(2)),  # pyright: ignore[reportArgumentType]
-        TypeError,
+        *(range(23), {"mesh": fdp.virtual_devices(2)}, TypeError),
         r"mesh must be a mesh of fdp.distributed.init, got tuple\. In one process leave it out",
     ),
-    "start": (
-        lambda: BATCHES.loader(range(23), start=-1),
-        ValueError,
-        "Batches.loader: start must be at least 0, got -1",
-    ),
-    "steps": (
-        lambda: BATCHES.loader(range(23), steps=1.5),  # pyright: ignore[reportArgumentType]
-        TypeError,
-        "Batches.loader: steps must be a number of steps",
-    ),
+    "start": (range(23), {"start": -1}, ValueError, "Batches.loader: start must be at least 0, got -1"),
+    "steps": (range(23), {"steps": 1.5}, TypeError, "Batches.loader: steps must be a number of steps"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str):
-    call, error, message = REFUSED[name]
+    dataset, options, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        call()
+        BATCHES.loader(dataset, **options)

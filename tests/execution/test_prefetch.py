@@ -273,35 +273,28 @@ def test_modes_of_the_caller_hold_in_the_thread(mode: Callable[[], Any]):
 # ---- messages
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, None, "2"], ids=repr)
-def test_a_bad_size(size: Any):
-    with pytest.raises(ValueError, match=f"prefetch: size must be a positive number of batches, got {size!r}"):
-        fdp.prefetch([], SLOTS, size=size)
+NOT_BATCHES = "expected batches to iterate over, got "
+REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    *(
+        ([], SLOTS, {"size": size}, ValueError, f"size must be a positive number of batches, got {size!r}")
+        for size in (0, -1, 1.5, True, None, "2")
+    ),
+    (3, SLOTS, {}, TypeError, f"{NOT_BATCHES}int"),
+    (TensorDataset(torch.ones(3)), SLOTS, {}, TypeError, f"{NOT_BATCHES}TensorDataset"),
+    ("abc", SLOTS, {}, TypeError, f"{NOT_BATCHES}str"),
+    ({"x": torch.ones(3)}, SLOTS, {}, TypeError, r".*got dict; \[batch\] is a list of one batch"),
+    (fdp.scatter(torch.ones(3), SLOTS), SLOTS, {}, TypeError, r".*got Sharded; \[batch\] is a list of one batch"),
+    ([], ["nowhere"], {}, ValueError, "'nowhere' is no device that torch knows"),
+    ([], [], {}, ValueError, "devices is empty"),
+    ([], SLOTS, {"weights": [1, 2]}, ValueError, "2 weights for 3 slots"),
+]
 
 
-@pytest.mark.parametrize(
-    ("batches", "message"),
-    [
-        (3, "expected batches to iterate over, got int"),
-        (TensorDataset(torch.ones(3)), "expected batches to iterate over, got TensorDataset"),
-        ("abc", "expected batches to iterate over, got str"),
-        ({"x": torch.ones(3)}, r"got dict; \[batch\] is a list of one batch"),
-        (fdp.scatter(torch.ones(3), SLOTS), r"got Sharded; \[batch\] is a list of one batch"),
-    ],
-    ids=["int", "dataset", "str", "dict", "sharded"],
-)
-def test_no_batches(batches: Any, message: str):
-    with pytest.raises(TypeError, match=message):
-        fdp.prefetch(batches, SLOTS)
-
-
-def test_bad_devices_and_weights_are_told_at_once():
-    with pytest.raises(ValueError, match="prefetch: 'nowhere' is no device that torch knows"):
-        fdp.prefetch([], ["nowhere"])
-    with pytest.raises(ValueError, match="prefetch: devices is empty"):
-        fdp.prefetch([], [])
-    with pytest.raises(ValueError, match="prefetch: 2 weights for 3 slots"):
-        fdp.prefetch([], SLOTS, weights=[1, 2])
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_mistakes_are_told_at_once(case: int):
+    batches, devices, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=f"prefetch: {message}"):
+        fdp.prefetch(batches, devices, **options)
 
 
 def test_a_batch_that_is_split_already():

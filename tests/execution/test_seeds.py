@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Normal, VonMises
 from torch.utils.checkpoint import checkpoint
@@ -194,21 +192,6 @@ def test_nested(kind: Any, executor: Any, inner: Any, seed: int | None):
     assert_same_tree(found, alone(plain(draw)))
     if seed is not None:
         assert_same_tree(found[:, 8:24], alone(plain(slowly), seed, X[:2].split(1)).repeat(3, 1))
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(st.lists(st.sampled_from([*DRAWS]), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 9), st.integers())
-def test_any_draws_in_any_order(names: list[str], slots: int, rows: int, seed: int):
-    def draw(x: Tensor) -> Tensor:
-        return torch.cat([DRAWS[name](x) for name in names], 1)
-
-    assert 0 <= fdp.fold_in(seed, slots) < 2**63
-    x, devices = X[:1].expand(rows, 8), fdp.virtual_devices(slots)
-    want = alone(plain(draw), seed, [part for part in x.tensor_split(slots) if len(part)])
-    options: Any = [{"seed": seed, "executor": executor} for executor in EXECUTORS]
-    with untouched():
-        found = [fdp.dp_apply(kind(draw), W, x, devices, **each) for each in options for kind in (plain, meeting)]
-    assert_same_tree(found, [want] * 4)
 
 
 # ---- who else draws

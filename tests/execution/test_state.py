@@ -92,9 +92,11 @@ def in_threads(surroundings: Callable[[], Any], look: Callable[[], Any], slots: 
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("name", CARRIED)
 def test_flags_are_carried_into_threads(name: str, slots: int):
+    before, _, _ = in_threads(contextlib.nullcontext, flags, slots)
     want, seen, threads = in_threads(CARRIED[name], flags, slots)
     assert seen == [want] * slots
     assert threads > 1 or slots == 1
+    assert in_threads(contextlib.nullcontext, flags, slots)[:2] == (before, [before] * slots)  # nothing is left
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -118,13 +120,6 @@ def test_what_cannot_be_carried_keeps_the_shards_in_the_callers_thread(name: str
     want, seen, threads = in_threads(STAYS[name], flags, 4)
     assert seen == [want] * 4
     assert threads == 1
-
-
-@pytest.mark.parametrize("name", CARRIED)
-def test_a_call_leaves_nothing_in_the_threads(name: str):
-    want, seen, _ = in_threads(contextlib.nullcontext, flags, 4)
-    in_threads(CARRIED[name], flags, 4)
-    assert in_threads(contextlib.nullcontext, flags, 4)[:2] == (want, seen)
 
 
 def test_what_a_shard_sets_ends_with_it():

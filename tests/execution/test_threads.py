@@ -1,7 +1,5 @@
 """Shards side by side: who runs them, how many at once, and what is left behind."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +11,6 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_close_tree
-from tests.common.depth import few
 from tests.common.threads import has_all_cores, many_cores, within
 
 W = torch.tensor(2.0, dtype=torch.float64)
@@ -239,61 +236,6 @@ def test_exceptions_that_resist_notes_arrive(executor: Any):
         "in shard 0 of 2, rows 0:1, on cpu",
         "also in shard 1 of 2, rows 1:2, on cpu: NoNotes: first",
     ]
-
-
-@few(3)
-@each_call
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("slot", range(4))
-def test_what_is_no_exception_is_passed_on(call: Callable[..., Any], kind: type[BaseException], slot: int):
-    error = kind("now")
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if x[0] == slot:
-            raise error
-        return w * x
-
-    with many_cores(2):
-        with pytest.raises(kind, match="now") as caught:
-            call(fn, 4)
-        assert caught.value is error
-        assert not hasattr(error, "__notes__")
-        call(torch.mul, 4)
-    assert has_all_cores()
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
-def test_an_interrupt_leaves_nothing(delay: float):
-    both, go, ended, armed = threading.Barrier(2), threading.Event(), [], [True]
-
-    def interrupt(*_: object) -> None:
-        if armed:
-            armed.clear()
-            raise KeyboardInterrupt
-
-    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if both.wait(30) == 0:  # one of those that have begun
-            time.sleep(delay)
-            while armed:  # Python hears it late where the main thread is just about to wait
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-            threading.Timer(0.1, go.set).start()
-        assert go.wait(30)
-        ended.append(1)
-        return w * x
-
-    with many_cores(2):
-        CALLS["dp_apply"](torch.mul, 6)
-        before, heard = threading.active_count(), signal.signal(signal.SIGINT, interrupt)
-        try:
-            with pytest.raises(KeyboardInterrupt, match=r"^$"):
-                CALLS["dp_apply"](fn, 6)
-        finally:
-            signal.signal(signal.SIGINT, heard)
-        assert len(ended) == 2  # they were waited for, and no other began
-        assert torch.equal(CALLS["dp_apply"](torch.mul, 6), W * rows(6))
-    assert threading.active_count() <= before + 1
-    assert has_all_cores()
 
 
 # ---------------------------------------------------------------- contexts

@@ -1,10 +1,9 @@
 """The main example: it learns, its runs agree, and a slip at the command line is one clear message."""
 
-import importlib.util
+import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,49 +11,18 @@ import torch
 import fdp
 from tests.common.depth import deep
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+EXAMPLE = "digits"
 QUICK = ("--epochs", "1", "--batch-size", "400")  # batches of 400, 400, 400 and 237
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _what_the_demo_needs() -> None:
-    """Only here: who collects the tests need not wait for these imports."""
-    for package in ("matplotlib", "rich", "sklearn"):
-        pytest.importorskip(package)
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def digits() -> ModuleType:
-    return load()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As in `main`, which sets the number of threads for its process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_it_learns_the_same_on_one_slot_and_on_four(digits: ModuleType):
-    (images, labels), _ = digits.digits(torch.float64, seed=0)
+def test_it_learns_the_same_on_one_slot_and_on_four(example: Any):
+    (images, labels), _ = example.digits(torch.float64, seed=0)
     torch.manual_seed(0)
-    apply, state = fdp.functional(digits.network().double())
+    apply, state = fdp.functional(example.network().double())
 
     def trained(slots: int) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
-        batches = digits.shuffled(images[:203], labels[:203], size=25, epochs=1, seed=0)  # the last has 3 rows
-        return digits.train(apply, state, batches, fdp.virtual_devices(slots))
+        batches = example.shuffled(images[:203], labels[:203], size=25, epochs=1, seed=0)  # the last has 3 rows
+        return example.train(apply, state, batches, fdp.virtual_devices(slots))
 
     one, history = trained(1)
     four, others = trained(4)
@@ -64,18 +32,17 @@ def test_it_learns_the_same_on_one_slot_and_on_four(digits: ModuleType):
     assert history[-1][0] < 0.7 * history[0][0]
 
 
-def test_the_last_batch_has_37_rows(digits: ModuleType):
-    (images, labels), (test_images, _) = digits.digits(torch.float64, seed=0)
-    sizes = [len(y) for _, y in digits.shuffled(images, labels, size=100, epochs=1, seed=0)]
+def test_the_last_batch_has_37_rows(example: Any):
+    (images, labels), (test_images, _) = example.digits(torch.float64, seed=0)
+    sizes = [len(y) for _, y in example.shuffled(images, labels, size=100, epochs=1, seed=0)]
     assert sizes == [100] * 14 + [37]
     assert len(images) + len(test_images) == 1797
 
 
 @pytest.mark.parametrize("dtype", deep(["float32", "float64"], ["float32"]))
-@pytest.mark.usefixtures("one_thread")
-def test_main_shows_both_runs(digits: ModuleType, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_main_shows_both_runs(example: Any, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     picture = tmp_path / "loss [1].png"
-    assert digits.main([*QUICK, "--devices", "3", "--dtype", dtype, "--output", str(picture)]) == 0
+    assert example.main([*QUICK, "--devices", "3", "--dtype", dtype, "--output", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "134+133+133" in out
     assert "last batch 79+79+79" in out
@@ -83,24 +50,22 @@ def test_main_shows_both_runs(digits: ModuleType, dtype: str, tmp_path: Path, ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_main_fails_if_the_runs_disagree_in_a_single_step(
-    digits: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(digits, "TOLERANCE", -1.0)
-    assert digits.main(["--epochs", "1", "--batch-size", "1437", "--output", str(tmp_path / "demo.png")]) == 1
+    monkeypatch.setattr(example, "TOLERANCE", -1.0)
+    assert example.main(["--epochs", "1", "--batch-size", "1437", "--output", str(tmp_path / "demo.png")]) == 1
     assert "digits.py: they disagree" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_an_interrupt_is_one_line(
-    digits: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(digits, "sgd", interrupted)
-    assert digits.main(["--output", str(tmp_path / "demo.png")]) == 130
+    monkeypatch.setattr(example, "sgd", interrupted)
+    assert example.main(["--output", str(tmp_path / "demo.png")]) == 130
     assert capsys.readouterr().err == "digits.py: stopped\n"
     assert not list(tmp_path.iterdir())
 
@@ -126,34 +91,34 @@ def test_an_interrupt_is_one_line(
     ],
 )
 def test_a_bad_option_is_one_message(
-    digits: ModuleType, option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+    example: Any, option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit, match=r"^2$"):
-        digits.main([option, value])
+        example.main([option, value])
     usage, error = capsys.readouterr().err.splitlines()
     assert usage == "usage: digits.py [options]"
     assert message in error
 
 
-def test_a_folder_is_no_picture(digits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_is_no_picture(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^2$"):
-        digits.main(["--output", str(tmp_path)])
+        example.main(["--output", str(tmp_path)])
     (tmp_path / "demo.png").mkdir()
     with pytest.raises(SystemExit, match=r"^2$"):
-        digits.main(["--output", str(tmp_path / "demo.png")])
+        example.main(["--output", str(tmp_path / "demo.png")])
     assert "Is a directory" in capsys.readouterr().err
 
 
-def test_the_check_leaves_files_alone(digits: ModuleType, tmp_path: Path):
+def test_the_check_leaves_files_alone(example: Any, tmp_path: Path):
     path = tmp_path / "demo.png"
-    digits.picture(str(path))
+    example.picture(str(path))
     assert not path.exists()
     path.write_text("before")
-    digits.picture(str(path))
+    example.picture(str(path))
     assert path.read_text() == "before"
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named(example: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "rich.table", None)
     with pytest.raises(SystemExit, match=r'rich.*pip install "\.\[demo\]"'):
-        load()
+        importlib.reload(example)

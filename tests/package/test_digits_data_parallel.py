@@ -1,29 +1,12 @@
 """The example with one import changed: both runs agree, and a disagreement is an error."""
 
-import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.common.depth import deep
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _what_the_demo_needs() -> None:
-    """Only here: who collects the tests need not wait for these imports."""
-    for package in ("matplotlib", "rich", "sklearn"):
-        pytest.importorskip(package)
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    before = torch.get_num_threads()
-    yield importlib.import_module("digits_data_parallel")
-    torch.set_num_threads(before)
+EXAMPLE = "digits_data_parallel"
 
 
 @pytest.mark.parametrize("devices", deep(["1", "3", "gpu"], ["1"]))

@@ -1,7 +1,6 @@
 """The example that is killed and goes on elsewhere: one loss curve, nothing left behind, and a slip is one message."""
 
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -11,27 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.common.programs import run_program
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "digits_elastic.py"
+EXAMPLE, SCRIPT = "digits_elastic", ROOT / "examples" / "digits_elastic.py"
 LIMIT = 120.0  # seconds after which the example is ended, with all that it has started
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _what_the_example_needs() -> None:
-    for package in ("matplotlib", "rich", "sklearn"):
-        pytest.importorskip(package)
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    before = torch.get_num_threads()
-    yield importlib.import_module("digits_elastic")
-    torch.set_num_threads(before)
 
 
 PROGRAM = f"""
@@ -41,8 +25,8 @@ from pathlib import Path
 os.setsid()
 Path({{group!r}}).write_text(str(os.getpid()))
 os.environ |= {{{{"PYTHONPATH": {str(ROOT)!r}, "TMPDIR": {{temporary!r}}}}}}
-sys.argv, sys.path[:0] = [{str(EXAMPLE)!r}, *{{options}}], [{str(EXAMPLE.parent)!r}]
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+sys.argv, sys.path[:0] = [{str(SCRIPT)!r}, *{{options}}], [{str(SCRIPT.parent)!r}]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 

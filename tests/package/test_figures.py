@@ -1,38 +1,27 @@
 """What the captions of the figures in docs/ claim, found again by the code that draws them."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from tests.common.programs import run_script
+from tests.common.programs import load, run_script
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
 SCRIPTS = sorted(path for path in FIGURES.glob("*.py") if not path.stem.startswith("_"))
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FIGURES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_splits():
-    found = load("splits").splits()
+    found = load(FIGURES / "splits.py").splits()
     assert list(found.values()) == [[10, 9, 9, 9], [15, 8, 7, 7], [10, 10, 10, 7]]
     assert found["fdp.nn.scatter, as torch.chunk"] == [len(chunk) for chunk in torch.arange(37).chunk(4)]
 
 
 def test_token_mean():
     """By tokens the error is rounding; in the other ways it is between 4 and 25 percent, on every split."""
-    figure = load("token_mean")
+    figure = load(FIGURES / "token_mean.py")
     found = figure.errors()
     assert len(found) == 5
     for off in found.values():
@@ -45,14 +34,14 @@ def test_token_mean():
 
 def test_trap():
     """Times the number of slots if the summed loss is differentiated, once in the other two ways."""
-    found = load("trap").factors()
+    found = load(FIGURES / "trap.py").factors()
     assert found["psum"] == pytest.approx(list(range(1, 9)), rel=1e-12)
     assert found["own"] == pytest.approx([1.0] * 8, rel=1e-12)
     assert found["pmean"] == pytest.approx([1.0] * 8, rel=1e-12)
 
 
 def test_call():
-    shards, joined = load("call").call()
+    shards, joined = load(FIGURES / "call.py").call()
     assert [(shard.start, shard.stop) for shard in shards] == [(0, 10), (10, 19), (19, 28), (28, 37)]
     assert [shard.out for shard in shards] == [[10, 10], [9, 10], [9, 10], [9, 10]]
     assert all(shard.params == [64, 10] for shard in shards)

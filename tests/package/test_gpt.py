@@ -1,8 +1,6 @@
 """The example with everything around a training loop: killed and resumed, it has the losses of an undisturbed run."""
 
-import importlib
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 
 from tests.common.programs import run_program
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, EXAMPLES = "gpt", Path(__file__).parents[2] / "examples"
 SHORT = ["--steps", "4", "--every", "2", "--batch-size", "9", "--precision", "float64"]
 
 KILLED = """
@@ -28,20 +26,6 @@ def clip(*args, count=iter(range(9)), clip=gpt.nn.utils.clip_grad_norm_):
 gpt.nn.utils.clip_grad_norm_ = clip
 sys.exit(gpt.main({options!r}))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _what_the_example_needs() -> None:
-    for package in ("matplotlib", "rich", "sklearn"):
-        pytest.importorskip(package)
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    before = torch.get_num_threads()
-    yield importlib.import_module("gpt")
-    torch.set_num_threads(before)
 
 
 def losses(path: Path) -> torch.Tensor:

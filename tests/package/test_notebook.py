@@ -1,6 +1,5 @@
 """What a notebook shows, in a kernel of Jupyter: each cell one output, and all of it."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,6 +9,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.common.programs import load
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -60,12 +61,7 @@ def page() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
     """What makes the site's pages of notebooks."""
-    spec = importlib.util.spec_from_file_location("_notebook", DOCS / "_notebook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(DOCS / "_notebook.py")
 
 
 @pytest.fixture(scope="module")

@@ -153,40 +153,6 @@ def test_contrastive_differentiated_from_outside(executor: Any, weights: Any):
     assert_close_tree(second, torch.autograd.grad([(g**2).sum() for g in want_grads], other_leaves))
 
 
-@each_executor
-def test_contrastive_under_torch_func_from_outside(executor: Any):
-    devices = fdp.virtual_devices(3)
-
-    def whole(params: Any) -> Tensor:
-        return fdp.dp_apply(contrastive, params, pairs(7), devices, out_dims="mean", executor=executor)
-
-    def one(params: Any) -> Tensor:
-        return contrastive_on_one_device(params, *pairs(7))
-
-    along = optree.tree_map(torch.cos, PARAMS)
-    assert_close_tree(torch.func.grad(whole)(PARAMS), torch.func.grad(one)(PARAMS))
-    assert_close_tree(torch.func.jvp(whole, (PARAMS,), (along,)), torch.func.jvp(one, (PARAMS,), (along,)))
-
-
-def test_negatives_of_one_slot_are_another_loss():
-    """What all_gather is there for."""
-    whole = contrastive_on_one_device(PARAMS, *pairs(16))
-    own = fdp.dp_apply(contrastive_on_one_device, PARAMS, pairs(16), fdp.virtual_devices(4), out_dims="mean")
-    assert own < 0.9 * whole
-
-
-@pytest.mark.parametrize("rows", [8, 7])
-def test_the_mean_of_gradients_needs_even_rows(rows: int):
-    """Why the step on the page weights its loss first."""
-
-    def step(params: Any, a: Tensor, b: Tensor) -> Any:
-        return fdp.pmean(torch.func.grad(contrastive)(params, a, b), weight="rows")
-
-    want = torch.func.grad(contrastive_on_one_device)(PARAMS, *pairs(rows))
-    got = fdp.dp_apply(step, PARAMS, pairs(rows), fdp.virtual_devices(2), out_dims=None)
-    assert torch.allclose(want["w"], got["w"], rtol=1e-3) == (rows == 8)
-
-
 def test_microbatches_need_a_row_each():
     loss = fdp.value_and_grad(contrastive, devices=fdp.virtual_devices(2), microbatches=2)
     with pytest.raises(RuntimeError, match=r"all_gather: 1 of 2 slots have rows in this microbatch"):
@@ -231,24 +197,6 @@ def test_each_member_of_an_ensemble_learns_as_if_alone(slots: int, members: int,
         want_losses.append(loss.detach())
         assert_close_tree({name: p[i] for name, p in trained.items()}, {n: p.data for n, p in model.named_parameters()})
     torch.testing.assert_close(fdp.gather(losses, 0), torch.stack(want_losses))
-
-
-@few(2)
-@each_executor
-@pytest.mark.parametrize("members", [7, 3])
-@each_count
-def test_an_ensemble_predicts_as_on_one_device(slots: int, members: int, executor: Any):
-    models, stacked = stack_of(members)
-    x = numbers(10, 6)
-    ensemble = fdp.shard_map(
-        page("ensembles_and_maml").predict_members,
-        devices=fdp.virtual_devices(slots),
-        in_dims=(0, None),
-        out_dims=None,
-        executor=executor,
-    )
-    each = torch.stack([model(x).softmax(-1).detach() for model in models])
-    assert_close_tree(ensemble(stacked, x), {"mean": each.mean(0), "spread": each.std(0, correction=0)})
 
 
 # ---- optimizers
@@ -309,25 +257,6 @@ def test_torch_optim_on_replicas(slots: int, make: Any, executor: Any):
     assert_close_tree(fdp.unreplicate(params), on_one_device(make, 5, page("optimizers").loss, regression(11)))
 
 
-@each_executor
-@pytest.mark.parametrize("slots", [1, 4])
-def test_torch_optim_on_gradients_of_value_and_grad(slots: int, executor: Any):
-    """The gradient of a Replicated is a Replicated; the optimizers step in the caller's thread."""
-    devices = fdp.virtual_devices(slots)
-    params = fdp.replicate(PARAMS, devices)
-    optimizers = [torch_adam(shard.values()) for shard in params.shards]
-    gradient = fdp.grad(contrastive, devices=devices, executor=executor)
-    for _ in range(5):
-        grads = gradient(params, *pairs(11))
-        for shard, its, optimizer in zip(params.shards, grads.shards, optimizers, strict=True):
-            for name, p in shard.items():
-                p.grad = its[name]
-            optimizer.step()
-    for slot in range(slots):
-        assert_same_tree(params[slot], params[0])
-    assert_close_tree(fdp.unreplicate(params), on_one_device(torch_adam, 5))
-
-
 # ---- unequal devices
 
 
@@ -347,20 +276,3 @@ def test_weights_do_not_change_the_numbers(weights: Any, executor: Any):
         torch.func.grad_and_value(contrastive_on_one_device)(PARAMS, *pairs(13))[::-1],
     )
     assert_close_tree(fdp.dp_apply(embed, PARAMS, x, weights=weights, **options), embed(PARAMS, x))
-
-
-def test_a_faster_device_gets_more_rows(monkeypatch: pytest.MonkeyPatch):
-    """Time stands still but for the loss, which takes 1 ms a row on slot 0 and 3 ms on slot 1."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def took(milliseconds: float) -> float:
-        def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
-            now[0] += len(x) * milliseconds / 1000
-            return page("unequal_gpus").loss(params, x, y)
-
-        return page("unequal_gpus").seconds(loss, PARAMS, (numbers(12, 6), numbers(12, 4)), torch.device("cpu"))
-
-    speeds = [1 / took(1), 1 / took(3)]
-    assert speeds == pytest.approx([1000 / 12, 1000 / 36])
-    assert fdp.scatter(numbers(12, 6), fdp.virtual_devices(2), weights=speeds).sizes == (9, 3)

@@ -197,14 +197,6 @@ def test_the_same_seed_gives_the_same_in_each_run_and_under_each_executor(name: 
             assert_same_tree((states.shards, history, masks), (want[0].shards, *want[1:]))
 
 
-@each_executor
-@pytest.mark.parametrize("name", DROPOUT)
-def test_the_generator_of_the_caller_stays(name: str, executor: Any):
-    before = torch.get_rng_state()
-    train([batch_of(13), batch_of(3)], executor=executor, rate=RATE, **DROPOUT[name])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("name", DROPOUT)
 def test_masks_differ_between_slots(name: str):
     _, _, [masks] = train([batch_of(80)], rate=RATE, **DROPOUT[name])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,10 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_to_all": lambda x: fdp.all_to_all(x, split_dim=0, concat_dim=1),
     "ppermute": lambda x: fdp.ppermute(x, [(0, 1), (1, 2), (2, 0)]),
 }
+
+
+each_slot = pytest.mark.parametrize("slot", range(SLOTS))
+each_name = pytest.mark.parametrize("name", COLLECTIVES)
 
 
 class OddError(Exception):

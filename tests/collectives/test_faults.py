@@ -10,12 +10,9 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import each_executor
-from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, works
+from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, each_name, each_slot, works
 from tests.common.depth import few
 from tests.common.threads import within
-
-each_slot = pytest.mark.parametrize("slot", range(SLOTS))
-each_name = pytest.mark.parametrize("name", COLLECTIVES)
 
 
 @few(2)

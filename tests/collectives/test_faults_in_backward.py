@@ -10,13 +10,11 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import each_executor
-from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, works
+from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, each_name, each_slot, works
 from tests.common.depth import few
 from tests.common.threads import within
 
 LINEAR = [name for name in COLLECTIVES if name not in ("pmax", "pmin")]
-each_slot = pytest.mark.parametrize("slot", range(SLOTS))
-each_name = pytest.mark.parametrize("name", COLLECTIVES)
 each_linear = pytest.mark.parametrize("name", LINEAR)
 
 

@@ -153,30 +153,25 @@ def twice(call: Call) -> Any:
     return grads + torch.autograd.grad(torch.stack([grad.sin().sum() for grad in grads]).sum(), own)
 
 
-def by_func(call: Call) -> Any:
-    return torch.func.grad(lambda w, x: call(w, x).sin().sum(), (0, 1))(W, X)
+def summed(call: Call) -> Callable[[Tensor], Tensor]:
+    return lambda w: call(w, X).sin().sum()
 
 
-def by_func_twice(call: Call) -> Any:
-    return torch.func.grad(lambda w: torch.func.grad(lambda w: call(w, X).sin().sum())(w).sin().sum())(W)
-
-
-def by_vmap_of_grad(call: Call) -> Any:
-    return torch.func.vmap(torch.func.grad(lambda w: call(w, X).sin().sum()))(torch.stack([W, W + 1]))
-
-
-def by_grad_of_vmap(call: Call) -> Any:
-    return torch.func.grad(lambda ws: torch.func.vmap(lambda w: call(w, X).sin().sum())(ws).sum())(
-        torch.stack([W, W + 1])
-    )
-
-
-WAYS = (by_grad, by_backward, twice, by_func, by_func_twice, by_vmap_of_grad, by_grad_of_vmap)
+TWO_WEIGHTS = torch.stack([W, W + 1])
+WAYS: dict[str, Callable[[Call], Any]] = {
+    "grad": by_grad,
+    "backward": by_backward,
+    "twice": twice,
+    "func": lambda call: torch.func.grad(lambda w, x: call(w, x).sin().sum(), (0, 1))(W, X),
+    "func twice": lambda call: torch.func.grad(lambda w: torch.func.grad(summed(call))(w).sin().sum())(W),
+    "vmap of grad": lambda call: torch.func.vmap(torch.func.grad(summed(call)))(TWO_WEIGHTS),
+    "grad of vmap": lambda call: torch.func.grad(lambda ws: torch.func.vmap(summed(call))(ws).sum())(TWO_WEIGHTS),
+}
 
 
 @few(4)
 @each_executor
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @each_function
 def test_outputs_that_are_not_used(function: Any, way: Callable[[Call], Any], executor: Any):
     expected = way(alone(function))
@@ -256,25 +251,16 @@ def test_a_slot_that_counts_nothing_in_inference_mode():
 # ---------------------------------------------------------------- inside
 
 
-def inner_func(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
-    return torch.func.grad(loss, (0, 1))(w, x)
-
-
-def inner_func_twice(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
-    return torch.func.grad(lambda w: torch.func.grad(loss)(w, x).sin().sum())(w)
-
-
-def inner_vmap(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
-    factors = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    return torch.func.vmap(lambda k: torch.func.grad(loss)(w * k, x))(factors)
-
-
-def inner_fdp(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Any:
-    return fdp.grad(loss, (0, 1), reduction="sum", axis_name="inner")(w, x)
+INSIDE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "func": lambda loss, w, x: torch.func.grad(loss, (0, 1))(w, x),
+    "func twice": lambda loss, w, x: torch.func.grad(lambda w: torch.func.grad(loss)(w, x).sin().sum())(w),
+    "vmap": lambda loss, w, x: torch.func.vmap(lambda k: torch.func.grad(loss)(w * k, x))(W),
+    "fdp": lambda loss, w, x: fdp.grad(loss, (0, 1), reduction="sum", axis_name="inner")(w, x),
+}
 
 
 @each_executor
-@pytest.mark.parametrize("inner", [inner_func, inner_func_twice, inner_vmap, inner_fdp])
+@pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
 def test_leaves_of_a_tree_inside(inner: Callable[..., Any], executor: Any):
     def mapped(with_roots: bool) -> Any:
         def loss(w: Tensor, x: Tensor) -> Tensor:

@@ -222,14 +222,6 @@ def test_hooks_of_the_caller_for_saved_tensors(executor: Any):
     assert sorted(unpacked) == list(range(count))
 
 
-@each_executor
-def test_a_gradient_function_under_modes_and_hooks(executor: Any):
-    call = fdp.value_and_grad(lambda w, x: tanh_and_psum(w, x).square().sum(), devices=THREE, reduction="sum")
-    grad, value = torch.func.grad_and_value(lambda w: tanh_and_sum(w, X).square().sum())(W)
-    with Functions(), Dispatches(), torch.autograd.graph.save_on_cpu():
-        assert_close_tree(call(W, X), (value, grad))
-
-
 # ---------------------------------------------------------------- several axes
 
 REDUCTIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor], Tensor]]] = {

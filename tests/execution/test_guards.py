@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import fdp
 from tests.common.depth import few
 from tests.common.programs import run_program
-from tests.execution.side_by_side import X, threads
+from tests.execution.side_by_side import X, f, threads
 
 pytestmark = pytest.mark.usefixtures("switching")
 
@@ -123,10 +123,6 @@ def test_outside_of_shards_functional_call_is_torchs_own():
 
 
 # ---------------------------------------------------------------- forward mode
-
-
-def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return (x @ torch.outer(w, w)).sin().sum(-1)
 
 
 def dual(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -10,19 +10,9 @@ from torch.func import grad, jvp
 
 import fdp
 from tests.common.programs import run_program
-from tests.execution.side_by_side import X, threads
+from tests.execution.side_by_side import X, f, threads
 
 pytestmark = pytest.mark.usefixtures("switching")
-
-
-# ---------------------------------------------------------------- forward mode
-
-
-def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return (x @ torch.outer(w, w)).sin().sum(-1)
-
-
-# ---------------------------------------------------------------- compilation
 
 
 def test_guarded_functions_still_compile():
@@ -82,18 +72,15 @@ def test_a_compiled_function_is_mapped(backend: str):
         torch.testing.assert_close(got, grad(lambda w, x: f(w, x).mean())(w, X[:rows]))
 
 
-class NoHash:
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return f(w, x)
-
-
 class NoWeakRef:
     __slots__ = ()
 
     def __call__(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return f(w, x)
+
+
+class NoHash(NoWeakRef):
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 @pytest.mark.parametrize("fn", [NoHash(), NoWeakRef(), NoHash().__call__, functools.partial(f), lambda w, x: f(w, x)])

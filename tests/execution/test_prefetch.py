@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
 from tests.common.comparing import assert_same_tree
-from tests.common.hard_trees import TREES
 from tests.common.numbers import numbers
 from tests.common.programs import run_program
 
@@ -54,15 +53,6 @@ def assert_same_batches(got: list[fdp.Sharded], want: list[fdp.Sharded]) -> None
 def test_batches_are_those_of_scatter(rows: list[int], size: int):
     batches = [(numbers(n, 2), {"y": numbers(n)}) for n in rows]
     assert_same_batches(list(fdp.prefetch(batches, SLOTS, size=size)), [fdp.scatter(b, SLOTS) for b in batches])
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_trees(tree: str):
-    batches = [TREES[tree].make(rows) for rows in (3, 4, 1)]
-    dims = TREES[tree].dims
-    got = list(fdp.prefetch(batches, SLOTS, dims))
-    for sharded, batch in zip(got, batches, strict=True):
-        assert_same_tree(sharded.shards, fdp.scatter(batch, SLOTS, dims).shards)
 
 
 def test_options_are_those_of_scatter():

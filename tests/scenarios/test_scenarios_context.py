@@ -155,18 +155,6 @@ def test_calls_of_one_model_from_eight_threads(times: int):
 
 
 @each_times
-def test_functional_calls_of_one_module_from_eight_threads(times: int):
-    module = conv_net().eval()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    own = [{name: value + i for name, value in module.named_parameters()} for i in range(8)]
-    x = X[:, None]
-    want = [fdp.functional_call(module, p, x) for p in own]
-    with side_by_side(8):
-        assert from_threads(lambda i: fdp.functional_call(module, own[i], x), want, 50 * times) == []
-    assert_close_tree(dict(module.state_dict()), before)
-
-
-@each_times
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_mapped_calls_of_one_model_from_eight_threads(executor: Any, times: int):
     apply, (params, buffers) = fdp.functional(conv_net().eval())

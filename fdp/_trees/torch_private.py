@@ -313,12 +313,3 @@ def graph_break(why: str) -> None:
 def fake_tensors() -> Any:
     """The module of fake tensors, which torch imports late."""
     return find("torch._subclasses.fake_tensor")
-
-
-def table() -> str:
-    """All of them, for the documentation."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for each in USED:
-        rows.setdefault((each.why, each.seen), []).append(f"`{each.path.removeprefix('torch.')}`")
-    lines = [f"| {', '.join(names)} | {why} | {seen} |" for (why, seen), names in rows.items()]
-    return "\n".join(["| names in `torch` | what for | seen in |", "|---|---|---|", *lines])

@@ -36,7 +36,9 @@ def counts() -> str:
     private, acting, raising = subprocess.run(run, check=True, capture_output=True, text=True, cwd=ROOT).stdout.split()
     calls = [ast.unparse(node.func) for node in nodes() if isinstance(node, ast.Call)]
     variables = sum(call.endswith("ContextVar") for call in calls)
-    bases = {node.name: [ast.unparse(base) for base in node.bases] for node in nodes() if isinstance(node, ast.ClassDef)}
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases] for node in nodes() if isinstance(node, ast.ClassDef)
+    }
     control = sorted(name for name, each in bases.items() if {"BaseException", "Exception"} & set(each))
     return "\n".join(
         [

@@ -1,18 +1,17 @@
 """Running the shards of a call: in order or side by side, and what becomes of those that fail."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fdp._execution.baton import HERE
-from fdp._execution.guards import BESIDE, install
+from fdp._execution.guards import BESIDE
 from fdp._execution.in_order import InOrder
-from fdp._execution.in_slot import run_in_slot
 from fdp._execution.process_lock import is_held_here
-from fdp._execution.run import Failures, Take
+from fdp._execution.run import Failures, Take, Task
 from fdp._execution.seeds import Seed
 from fdp._execution.side_by_side import SideBySide
 from fdp._execution.thread_state import why_not_beside
@@ -22,60 +21,53 @@ from fdp._trees.tracebacks import text_of
 from fdp._trees.types import Executor
 
 
-class Mode(NamedTuple):
-    """How the shards of a call run."""
-
-    executor: Executor = "auto"
-    seed: Seed | None = None
-    peers: PeerCall = ALONE_IN_CALL
-    lacks_slots: bool = False  # these are not the shards of all slots
-
-
 def check_executor(executor: Executor, where: str) -> None:
     """It is one of those that there are."""
     if executor not in ("auto", "sequential", "threads"):
         raise ValueError(f"{where}: there is no executor {executor!r}; expected 'auto', 'sequential' or 'threads'")
 
 
-def executor_of(mode: Mode, shards: int) -> str:
+def how_run(executor: Executor, seed: Seed | None, shards: int) -> str:
     """How shards run, and why."""
-    reason = why_in_order(mode, shards)
+    reason = why_in_order(executor, seed, shards)
     return "side by side in threads" if reason is None else f"one shard after the other: {reason}"
 
 
-def why_in_order(mode: Mode, shards: int) -> str | None:
+def why_in_order(executor: Executor, seed: Seed | None, shards: int) -> str | None:
     """Why shards do not run side by side; None if they do: it is wanted, and threads see what the caller sees."""
     if shards < 2:
         return "there is one"
-    if mode.executor != "threads":
-        return f"executor={mode.executor!r}"
-    if mode.seed is not None:
+    if executor != "threads":
+        return f"executor={executor!r}"
+    if seed is not None:
         return "they are seeded, and take turns with torch's one generator of the CPU"
     if AXES.get() or BESIDE.get() or HERE.states or is_held_here():
         return "the call is inside another one"
     return why_not_beside()
 
 
-def run(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode, take: Take) -> None:
-    """Run one task per slot and let `take` have what each returns, in order.
+def run(
+    tasks: Sequence[Task],
+    slots: Sequence[Slot],
+    take: Take,
+    executor: Executor = "sequential",
+    seed: Seed | None = None,
+    peers: PeerCall = ALONE_IN_CALL,
+    *,
+    lacks_slots: bool = False,
+) -> None:
+    """Run one task per slot and let `take` have what each returns, in order. Not while compiling: see `traced`.
 
-    If a shard fails the others still run, and the first failure is raised with a note that names all of them.
+    If a shard fails the others still run, and the first failure is raised with a note that names all of them. It
+    `lacks_slots` if these are not the shards of all slots.
     """
     if not tasks:  # other processes have them
         return
-    if torch.compiler.is_compiling():
-        if mode.seed is not None:
-            raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
-        for i, (slot, task) in enumerate(zip(slots, tasks, strict=True)):
-            take(i, run_in_slot(slot, task))
-        return
-    if mode.seed is not None:
-        tasks = [partial(mode.seed.run, slot, task) for slot, task in zip(slots, tasks, strict=True)]
-    if len(tasks) > 1:
-        install()
-    kind = InOrder if why_in_order(mode, len(tasks)) is not None else SideBySide
-    own = kind(tasks, slots, mode.peers)
-    own.lacks_slots = mode.lacks_slots
+    if seed is not None:
+        tasks = [partial(seed.run, slot, task) for slot, task in zip(slots, tasks, strict=True)]
+    is_beside = executor == "threads" and why_in_order(executor, seed, len(tasks)) is None
+    own = (SideBySide if is_beside else InOrder)(tasks, slots, peers)
+    own.lacks_slots = lacks_slots
     failures = own.run(take)
     if failures:
         try:
@@ -84,10 +76,27 @@ def run(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode, t
             failures.clear()  # the traceback holds this frame: no cycle
 
 
-def run_all(tasks: Sequence[Callable[[], Any]], slots: Sequence[Slot], mode: Mode) -> list[Any]:
-    """`run`, with all results in a list."""
-    results: list[Any] = []
-    run(tasks, slots, mode, lambda _, result: results.append(result))
+def traced(tasks: Sequence[Task], seed: Seed | None) -> list[Any]:
+    """What tasks return that torch.compile traces."""
+    if seed is not None:
+        raise RuntimeError("seed= cannot be used inside torch.compile: generators are not traced")
+    return [task() for task in tasks]
+
+
+def run_all(
+    tasks: Sequence[Task],
+    slots: Sequence[Slot],
+    executor: Executor = "sequential",
+    seed: Seed | None = None,
+    peers: PeerCall = ALONE_IN_CALL,
+    *,
+    lacks_slots: bool = False,
+) -> list[Any]:
+    """`run`, with all results in a list; while compiling too."""
+    if torch.compiler.is_compiling():
+        return traced(tasks, seed)
+    results: list[Any] = [None] * len(tasks)
+    run(tasks, slots, results.__setitem__, executor, seed, peers, lacks_slots=lacks_slots)
     return results
 
 

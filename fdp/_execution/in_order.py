@@ -6,6 +6,7 @@ no thread is started. Kernels on accelerators are asynchronous, so shards on dif
 
 import _thread
 import contextvars
+import operator
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,12 +15,15 @@ from typing import Any, final
 
 from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
 from fdp._execution.forks import is_forked
+from fdp._execution.guards import install
 from fdp._execution.run import Failures, Run, Take, Task
 from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot
 from fdp._trees import torch_private
+
+_device: Any = operator.attrgetter("device")
 
 
 @final
@@ -30,41 +34,43 @@ class InOrder(Run):
         super().__init__(tasks, slots, peers)
         self._begun = 0  # how many slots have begun in the caller's thread
         if self.count > 1:
+            install()
             above_slots()
             self._context, self._states = contextvars.copy_context(), HERE.states
-            self._state = ThreadState.of_caller([slot.device for slot in slots])
+            self._state = ThreadState.of_caller(map(_device, slots))
 
     def run(self, take: Take) -> Failures:
         """Run all slots; `take` has the results in order, each as soon as it can."""
         error: BaseException | None = None
+        has_met = False
         while True:  # an interrupt may come anywhere in it
             try:
                 if error is not None:
                     self.stop(error)
                     error = None
-                self._run_here(take)
-                self._wait()
-                met = self._end()
+                while self._begun < self.count and self.interrupt is None:
+                    if HERE.strand is not None and self._has_threads():
+                        break
+                    index = self._begun
+                    self._begun += 1
+                    self.run_slot(index)
+                    if index not in self.errors and (HERE.strand is None or not self._has_threads()):
+                        take(index, self.results[index])
+                        self.results[index] = None
+                if HERE.strand is not None:
+                    self._wait()
+                    has_met = self._end()
                 break
             except BaseException as other:
                 error = other
         try:
             failures = self.outcome()
-            if met and not failures:
+            if has_met and not failures:
                 for i, result in enumerate(self.results):
                     take(i, result)
             return failures
         finally:
             self.results = []
-
-    def _run_here(self, take: Take) -> None:
-        while self._begun < self.count and self.interrupt is None and not self._has_threads():
-            index = self._begun
-            self._begun += 1
-            self.run_slot(index)
-            if index not in self.errors and not self._has_threads():
-                take(index, self.results[index])
-                self.results[index] = None
 
     def _has_threads(self) -> bool:
         return HERE.strand is not None and any(strand.run is self for strand in HERE.strand.tree.strands)

@@ -1,13 +1,13 @@
 """What a shard sees of its surroundings while it runs, and the state that it must not leak to the others."""
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from fdp._placement.slot import AXES, Axis, Slot
 from fdp._placement.transfers import WATCHES
@@ -16,33 +16,24 @@ from fdp._trees.at_once import at_once
 from fdp._trees.profiling import NOTHING, stage
 
 
-def run_in_slot(
-    slot: Slot, call: Callable[[], Any], run: Any = None, context: contextvars.Context | None = None
-) -> Any:
-    """Run a shard in a copy of the caller's context, with its slot's device as the current one of its type.
+def enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
+    """Run a shard, with its slot's device as the current one of its type; its slots meet in a `run`.
 
-    Its slots meet in a `run`.
+    To be called in a copy of the caller's context.
     """
-    if torch.compiler.is_compiling():
-        return call()
-    return (context or contextvars.copy_context()).run(_enter, slot, call, run)
-
-
-def _enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
     AXES.set((*AXES.get(), Axis(slot, run, threading.get_ident())))
-    has_grad, watches = torch.is_grad_enabled(), WATCHES.get()
+    watches = WATCHES.get()
     # What a function leaves of grad mode ends with its shard: the next one sees what the caller set.
     restore = at_once(
-        partial(torch_private.set_grad_enabled, has_grad),
+        partial(torch_private.set_grad_enabled, torch.is_grad_enabled()),
         partial(torch_private.set_multithreading_enabled, torch_private.is_multithreading_enabled()),
     )
     try:
         # Backwards inside stay in this thread: those of autograd's own know no slots.
         torch_private.set_multithreading_enabled(False)
-        device, named = _current_device(slot.device), stage("shard", slot.index)
-        if device is named is NOTHING and not watches:
+        if slot.device.type == "cpu" and not watches and not profiler._is_profiler_enabled:
             return call()
-        with device, named:
+        with _current_device(slot.device), stage("shard", slot.index):
             for watch in watches:
                 watch.on_shard(slot, "before")
             result = call()

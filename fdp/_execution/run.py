@@ -8,7 +8,7 @@ from typing import Any
 
 from fdp._execution.baton import Stop
 from fdp._execution.forks import check_process, is_forked
-from fdp._execution.in_slot import run_in_slot
+from fdp._execution.in_slot import enter
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
@@ -40,7 +40,8 @@ class Run:
         self.tasks, self.slots, self.peers = tasks, slots, peers
         self.count, self.first = len(slots), slots[0].index
         self.process, self.caller = os.getpid(), threading.get_ident()
-        self.depth, self.level = torch_private.depth(), torch_private.forward_level()
+        self.depth = torch_private.depth() if torch_private.is_transformed() else 0
+        self.level = torch_private.forward_level()
         self.has_met, self.is_over, self.lacks_slots = False, False, False
         self.interrupt: BaseException | None = None
         self.results: list[Any] = [None] * len(slots)
@@ -67,7 +68,8 @@ class Run:
         """Run a slot in this thread. What it raises is kept."""
         how = "was interrupted"
         try:
-            self.results[index] = run_in_slot(self.slots[index], self.tasks[index], self, context)
+            here = context or contextvars.copy_context()
+            self.results[index] = here.run(enter, self.slots[index], self.tasks[index], self)
             how = "has returned"
         except BaseException as error:
             if is_forked(self.process):
@@ -79,7 +81,8 @@ class Run:
                 self.stop(error)
         finally:
             self.ended[index] = how
-        check_process(self.process)
+        if os.getpid() != self.process:
+            check_process(self.process)
 
     def stop(self, error: BaseException) -> None:
         """End the slots, each at its next collective."""
@@ -94,6 +97,8 @@ class Run:
         errors, interrupt = self.errors, self.interrupt
         self.is_over, self.tasks, self.errors = True, (), {}
         if interrupt is None:
+            if not errors:
+                return []
             failures = [(self.slots[i], e) for i, e in sorted(errors.items()) if isinstance(e, Exception)]
             return sorted(failures, key=lambda failure: isinstance(failure[1], Follows))
         try:

@@ -1,8 +1,9 @@
 """What torch keeps for each thread: taken from the caller, and put in place in the threads that run its shards."""
 
 import contextlib
+import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
+_GETTERS = [get for get, _ in _FLAGS]
 _CARRIED = (torch_private.TransformType.Vmap, torch_private.TransformType.Grad)
 
 
@@ -32,7 +34,8 @@ def why_not_beside() -> str | None:
     Modes and hooks of the user's may not expect calls from several threads at once. Forward mode and functionalization
     keep state outside of the stack of transforms. A profiler would see one thread.
     """
-    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in _function_modes()):
+    modes = torch_private.get_current_function_mode_stack()
+    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in modes):
         return "other threads would not see a mode that is active here"
     if torch_private.len_torch_dispatch_stack() or torch_private.saved_tensors_hooks(True) is not None:
         return "other threads would not see a mode or hook that is active here"
@@ -54,21 +57,13 @@ def why_not_together() -> str | None:
     return None
 
 
-class Autocast(NamedTuple):
-    """The settings of one type of device."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-
 class ThreadState(NamedTuple):
     """The state of a thread, as far as what it calls can see it."""
 
     threads: int  # inside operations
     inference: bool
     flags: list[Any]
-    autocasts: list[Autocast]
+    autocasts: list[tuple[str, bool, torch.dtype]]  # of each type of device
     modes: list[Any]
     dispatch_modes: list[Any]
     hooks: Any
@@ -77,24 +72,25 @@ class ThreadState(NamedTuple):
     transforms: list[Any]
 
     @classmethod
-    def of_caller(cls, devices: Sequence[torch.device]) -> "ThreadState":
+    def of_caller(cls, devices: Iterable[torch.device]) -> "ThreadState":
         """The state here and now; `devices` are those on which a current stream matters."""
-        transforms = torch_private.transforms_here()
         accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
-        types = dict.fromkeys(["cpu", *(device.type for device in accelerators)])
-        dispatch_modes = _dispatch_modes()
+        autocasts = [("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))]
+        for kind in dict.fromkeys([device.type for device in accelerators]) if accelerators else ():
+            autocasts.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        dispatch_modes = torch_private.len_torch_dispatch_stack() and torch_private.get_current_dispatch_mode_stack()
         return cls(
             torch.get_num_threads(),
             torch.is_inference_mode_enabled(),
-            [get() for get, _ in _FLAGS],
-            [Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types],
-            _function_modes(),
-            dispatch_modes,
+            list(map(operator.call, _GETTERS)),
+            autocasts,
+            torch_private.get_current_function_mode_stack() if torch_private.len_torch_function_stack() else [],
+            dispatch_modes or [],
             torch_private.saved_tensors_hooks(True),
             torch_private.saved_tensors_hooks_get_disabled_error_message(),
             # Under FakeTensorMode there may be devices that do not exist.
-            [] if dispatch_modes else [torch.accelerator.current_stream(device) for device in accelerators],
-            transforms,
+            [torch.accelerator.current_stream(d) for d in accelerators] if accelerators and not dispatch_modes else [],
+            torch_private.transforms_here() if torch_private.is_transformed() else [],
         )
 
     def with_threads(self, count: int) -> "ThreadState":
@@ -114,7 +110,7 @@ class ThreadState(NamedTuple):
             for kind, enabled, dtype in self.autocasts:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
-            if any(autocast.enabled for autocast in self.autocasts):
+            if any(enabled for _, enabled, _ in self.autocasts):
                 # The cache of casts is one for all threads: an inner autocast must not empty it when it ends.
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
@@ -134,11 +130,3 @@ class ThreadState(NamedTuple):
                 torch_private.push_layer(transform)
                 stack.callback(torch_private.pop_layer)
             yield
-
-
-def _dispatch_modes() -> list[Any]:
-    return torch_private.get_current_dispatch_mode_stack() if torch_private.len_torch_dispatch_stack() else []
-
-
-def _function_modes() -> list[Any]:
-    return torch_private.get_current_function_mode_stack() if torch_private.len_torch_function_stack() else []

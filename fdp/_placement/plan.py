@@ -53,6 +53,7 @@ class Plan(Drawn):
         moved: Those that are whole, and copied to other devices.
         cut: Those of which each shard has a part of its own.
         places: The place of each piece, as a shard sees it.
+        around: What is around the call.
         steps: What the call does, in order; each says so in a line.
         gradients: Which of the leaves are differentiated, and how.
         devices: The device of each slot that has a shard.
@@ -74,6 +75,7 @@ class Plan(Drawn):
     moved: tuple[LeafPlan, ...]
     cut: tuple[LeafPlan, ...]
     places: tuple[Slot, ...]
+    around: Any
     steps: tuple[Step, ...] = ()
     gradients: Any = None
     executor: str = ""

@@ -1,32 +1,21 @@
 """A function run once per slot: `dp_apply` is `gather ∘ run ∘ (replicate, scatter)`."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
-import torch
-
 from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.peers import Joined, peers_of
+from fdp._placement.peers import Joined
 from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
 from fdp._placement.transfers import Transfer
-from fdp._transforms.arguments import (
-    IN_ORDER,
-    Arg,
-    Options,
-    check_function,
-    check_order,
-    input_args,
-    keyword_args,
-    positional_args,
-)
-from fdp._transforms.call import Call, CallKind, Known, State, run
+from fdp._transforms.arguments import IN_ORDER, check_function, check_order, input_args, star_args
+from fdp._transforms.bind import run
+from fdp._transforms.call import Call, CallKind, Known, Options, State
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import MapOptions, Mapped
-from fdp._transforms.steps import begin, end, ran, run_shards, says
+from fdp._transforms.steps import begin, end, ran, run_shards, says, trace_shards
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
@@ -96,15 +85,15 @@ def dp_apply(
         TypeError: A module instead of a function, or an object that is no tree.
         RuntimeError: `fn` wrote in place to an argument.
     """
-    check_order(inputs, devices, "dp_apply")
-    held = (params, inputs, *(inputs if type(inputs) is tuple else ()))
-    with peers_of(devices, held).begins("dp_apply"):
-        drawn = seed_of(seed, randomness, "dp_apply")
-        check_function(fn, "dp_apply")
-        args = [Arg("params", params, None), *input_args(inputs, in_dims, "dp_apply")]
-        named = keyword_args({} if kwargs is None else kwargs, kwarg_dims, "dp_apply")
-        options = Options("dp_apply", devices, weights, executor, drawn, axis_name)
-        return run(Call(fn, [*args, *named.values()], tuple(named), options, joining(fn, out_dims, output_device)))
+
+    def call() -> Call:
+        check_order(inputs, devices, where)
+        options = Options(where, devices, weights, executor, seed_of(seed, randomness, where), axis_name)
+        args = input_args(params, inputs, in_dims, {} if kwargs is None else kwargs, kwarg_dims, where)
+        return Call(fn, args, options, Joining(fn, out_dims, output_device, where))
+
+    where = "dp_apply"
+    return run(call, where, devices, (params, inputs, *(inputs if type(inputs) is tuple else ())))
 
 
 @overload
@@ -154,31 +143,31 @@ def shard_map(
     Raises:
         TypeError: A module instead of a function. Calling the result raises what `dp_apply` does.
     """
-    check_function(fn, "shard_map")
-    drawn = seed_of(seed, randomness, "shard_map")
-    options = Options("shard_map", devices, weights, executor, drawn, axis_name)
+    where = "shard_map"
+    check_function(fn, where)
+    options = Options(where, devices, weights, executor, seed_of(seed, randomness, where), axis_name)
 
     @api_boundary()
     @functools.wraps(fn, updated=())  # not fn.out_dims: that is about one shard
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
-        with peers_of(devices, (*args, *kwargs.values())).begins("shard_map"):
-            positional = positional_args(args, in_dims, "args", "shard_map")
-            named = keyword_args(kwargs, kwarg_dims, "shard_map")
-            kind = joining(fn, out_dims, output_device, "shard_map")
-            return run(Call(fn, [*positional, *named.values()], tuple(named), options, kind))
+        def call() -> Call:
+            own = star_args(args, in_dims, kwargs, kwarg_dims, where)
+            return Call(fn, own, options, Joining(fn, out_dims, output_device, where))
+
+        return run(call, where, devices, (*args, *kwargs.values()))
 
     return mapped
 
 
-@dataclasses.dataclass(frozen=True)
 class Joining(CallKind):
-    """A call whose outputs are joined."""
+    """A call whose outputs are joined. By default the function says how."""
 
-    out_dims: Dims
-    target: torch.device | None
+    def __init__(self, fn: Any, out_dims: Dims | Auto, target: DeviceLike | None, where: str) -> None:
+        self.out_dims: Dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
+        self.target = None if target is None else as_device(target, where)
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, run_shards), ran)
+        run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
         return [*begin(known), run, *end(known), Step(join_outputs, says("join outputs"))], None
 
     def outputs(
@@ -187,20 +176,14 @@ class Joining(CallKind):
         return of_outputs(results, joined, self.out_dims, copies)
 
     def on_one(self) -> "Joining":
-        return Joining("list", None)
-
-
-def joining(fn: Function, out_dims: Dims | Auto, target: DeviceLike | None, where: str = "dp_apply") -> Joining:
-    """How the outputs of a function are joined."""
-    dims = getattr(fn, "out_dims", 0) if out_dims is AUTO else out_dims
-    return Joining(dims, None if target is None else as_device(target, where))
+        return Joining(None, "list", None, "")
 
 
 def join_outputs(plan: Plan, state: State) -> None:
     """What the shards have returned, weighted by their rows."""
-    sizes, outputs, peers = state.partition.sizes, state.outputs, state.peers
+    sizes, outputs, peers, dims = state.partition.sizes, state.outputs, state.peers, state.kind.out_dims
     if sizes is None:
-        joined = Joined(outputs, state.kind.out_dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
+        joined = Joined(outputs, dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
     else:
-        joined = Joined(outputs, state.kind.out_dims, sizes, lambda: peers.rows(sum(sizes)), "out")
+        joined = Joined(outputs, dims, sizes, lambda: peers.rows(sum(sizes)), "out")
     state.finish = peers.join(joined, state.kind.target or state.device, state.where)

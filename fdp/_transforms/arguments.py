@@ -1,62 +1,75 @@
 """The arguments of a call, named for messages and checked."""
 
 import inspect
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fdp._execution.seeds import Seed
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
-from fdp._trees.types import Devices, Dims, Executor, Function, Tree
+from fdp._trees.types import Dims, Function, Tree
 
 
-class Options(NamedTuple):
-    """How a call is mapped, and `where`: the public function that messages name."""
+class Args(NamedTuple):
+    """Arguments, those by name last, with their specs. `first` and `star` are what messages call them."""
 
-    where: str
-    devices: Devices
-    weights: Sequence[float] | None
-    executor: Executor
-    seed: Seed | None
-    axis_name: str
+    trees: tuple[Tree, ...]
+    dims: tuple[Dims, ...]
+    keywords: tuple[str, ...]
+    first: tuple[str, ...] = ()
+    star: str = "args"
+
+    @property
+    def positional(self) -> int:
+        """How many are positional."""
+        return len(self.trees) - len(self.keywords)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`params`, `inputs[0]`, `kwargs['mask']`, ..."""
+        star = [f"{self.star}[{i}]" for i in range(self.positional - len(self.first))]
+        return (*self.first, *star, *[f"kwargs[{k!r}]" for k in self.keywords])
+
+    @property
+    def choices(self) -> list[str]:
+        """What messages call the specs."""
+        return ["in_dims"] * self.positional + ["kwarg_dims"] * len(self.keywords)
 
 
-class Arg(NamedTuple):
-    """An argument, what messages call it, and its spec."""
-
-    name: str
-    tree: Tree
-    dims: Dims
-    choices: str = "in_dims"
-
-
-def input_args(inputs: Tree, in_dims: Dims, where: str) -> list[Arg]:
-    """The inputs of `dp_apply`: several if they are a tuple."""
-    if type(inputs) is tuple:
-        return positional_args(inputs, in_dims, "inputs", where)
-    return [Arg("inputs", inputs, in_dims)]
+def input_args(
+    params: Tree, inputs: Tree, in_dims: Dims, kwargs: Mapping[str, Tree], kwarg_dims: Dims, where: str
+) -> Args:
+    """The arguments of `dp_apply`: inputs are several if they are a tuple."""
+    by_name = dims_by_name(kwargs, kwarg_dims, where) if kwargs != {} or type(kwarg_dims) is dict else ()
+    if type(inputs) is not tuple:
+        return Args((params, inputs, *kwargs.values()), (None, in_dims, *by_name), (*kwargs,), ("params", "inputs"))
+    dims = star_dims(in_dims, len(inputs), where)
+    return Args((params, *inputs, *kwargs.values()), (None, *dims, *by_name), (*kwargs,), ("params",), "inputs")
 
 
-def positional_args(args: tuple[Tree, ...], in_dims: Dims, name: str, where: str) -> list[Arg]:
-    """Star arguments with one spec for all, or a tuple with one for each."""
-    if type(in_dims) is tuple and len(in_dims) != len(args):
-        raise ValueError(f"{where}: in_dims has {len(in_dims)} entries for {len(args)} positional arguments")
+def star_args(args: tuple[Tree, ...], in_dims: Dims, kwargs: Mapping[str, Tree], kwarg_dims: Dims, where: str) -> Args:
+    """The arguments of a function that was mapped."""
+    by_name = dims_by_name(kwargs, kwarg_dims, where) if kwargs != {} or type(kwarg_dims) is dict else ()
+    return Args((*args, *kwargs.values()), (*star_dims(in_dims, len(args), where), *by_name), (*kwargs,))
+
+
+def star_dims(in_dims: Dims, count: int, where: str) -> tuple[Dims, ...]:
+    """One spec for all star arguments, or a tuple with one for each."""
+    if type(in_dims) is tuple:
+        if len(in_dims) != count:
+            raise ValueError(f"{where}: in_dims has {len(in_dims)} entries for {count} positional arguments")
+        return in_dims
     if type(in_dims) in (list, dict):
         raise ValueError(
-            f"{where}: in_dims is a {type(in_dims).__name__}; expected one spec for all of the {len(args)} positional "
+            f"{where}: in_dims is a {type(in_dims).__name__}; expected one spec for all of the {count} positional "
             "arguments, or a tuple with one for each"
         )
-    dims = in_dims if type(in_dims) is tuple else (in_dims,) * len(args)
-    return [Arg(f"{name}[{i}]", arg, dim) for i, (arg, dim) in enumerate(zip(args, dims, strict=True))]
+    return (in_dims,) * count
 
 
-def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str, Arg]:
-    """Keyword arguments with one spec for all, or a dict that may leave out names, which are then split along 0."""
-    if type(kwargs) is dict and not kwargs and type(dims) is not dict:  # most calls have none
-        return {}
+def dims_by_name(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> Sequence[Dims]:
+    """One spec for all keyword arguments, or a dict that may leave out names, which are then split along 0."""
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"{where}: kwargs must be a mapping of names to values, got {type(kwargs).__name__}")
     if wrong := [name for name in kwargs if not isinstance(name, str)]:
@@ -66,57 +79,36 @@ def keyword_args(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> dict[str
         raise ValueError(
             f"{where}: kwarg_dims names {names(unknown)}, but the keyword arguments are {names(list(kwargs))}"
         )
-    return {k: Arg(f"kwargs[{k!r}]", value, each.get(k, 0), "kwarg_dims") for k, value in kwargs.items()}
+    return [each.get(name, 0) for name in kwargs]
 
 
-def check_several(fn: Function, args: Sequence[Arg], keywords: Sequence[str], where: str) -> None:
+def check_several(fn: Function, given: Args, where: str) -> None:
     """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
-    args, kwargs = args[: len(args) - len(keywords)], dict.fromkeys(keywords)
-    held = [(i, _elements(arg.tree)) for i, arg in enumerate(args)]
-    several = [(i, elements) for i, elements in held if elements is not None and len(elements) != 1]
-    if not several or torch.compiler.is_compiling() or _plainly_binds(fn, len(args), kwargs):
+    args, kwargs = given.trees[: given.positional], dict.fromkeys(given.keywords)
+    several = [(i, found) for i, found in enumerate(map(_elements, args)) if found is not None and len(found) != 1]
+    if not several or torch.compiler.is_compiling():
         return
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
     except (TypeError, ValueError):  # some builtins have none
         return
-    names = [arg.name for arg in args]
-    if _binds(signature, names, kwargs):
+    if _binds(signature, args, kwargs):
         return
     for i, elements in several:
-        if _binds(signature, [*names[:i], *elements, *names[i + 1 :]], kwargs):
+        if _binds(signature, [*args[:i], *elements, *args[i + 1 :]], kwargs):
+            tree, name, is_spread = args[i], given.names[i], isinstance(args[i], Slots)
+            kind = f"{type(tree).__name__} of {type(tree.shards[0]).__name__}s" if is_spread else type(tree).__name__
+            way_out = ("inputs.unzip()" if is_spread else "tuple(inputs)") if name == "inputs" else "*batch"
             raise TypeError(
-                f"{where}: {names[i]} is one argument, {_said_of(args[i].tree, len(elements))}, and the function takes "
-                f"{signature}. Pass {_way_out(args[i])}"
+                f"{where}: {name} is one argument, a {kind} of {len(elements)}, and the function takes {signature}. "
+                f"Pass {way_out}{'.unzip()' if is_spread and name != 'inputs' else ''}"
             )
-
-
-def _said_of(tree: Tree, count: int) -> str:
-    if isinstance(tree, Slots):
-        return f"a {type(tree).__name__} of {type(tree.shards[0]).__name__}s of {count}"
-    return f"a {type(tree).__name__} of {count}"
-
-
-def _way_out(arg: Arg) -> str:
-    """How to pass the parts of an argument: the inputs of `dp_apply` are several if they are a tuple."""
-    unzipped = ".unzip()" if isinstance(arg.tree, Slots) else ""
-    if arg.name != "inputs":
-        return f"*batch{unzipped}"
-    return "inputs.unzip()" if unzipped else "tuple(inputs)"
 
 
 def _elements(tree: Tree) -> Sequence[Tree] | None:
     """Those of a list or tuple, also if each slot has one."""
     tree = tree.shards[0] if isinstance(tree, Slots) else tree
     return tree if type(tree) in (list, tuple) else None
-
-
-def _plainly_binds(fn: Function, count: int, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of Python takes so many positional arguments and no others: its signature takes long."""
-    if kwargs or not isinstance(fn, types.FunctionType) or fn.__code__.co_kwonlyargcount:
-        return False
-    most = fn.__code__.co_argcount
-    return most - len(fn.__defaults__ or ()) <= count <= most
 
 
 def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,13 +1,16 @@
 """What is around a call, looked at once: it is part of the signature, and chooses the steps."""
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdp._placement.slot import AXES
 from fdp._trees import torch_private
+
+_requires_grad: Any = operator.attrgetter("requires_grad")
 
 
 class Around(NamedTuple):
@@ -46,31 +49,24 @@ class Around(NamedTuple):
 
         Inside `forward_ad.dual_level` too: `detach`, which plain autograd needs here, would drop the tangents.
         """
-        return (
-            self.is_compiling
-            or self.is_nested
-            or self.is_transformed
-            or self.has_inference
-            or self.is_forward
-            or self.is_given_inference
-        )
+        inside = self.is_nested or self.is_transformed or self.is_forward
+        return self.is_compiling or inside or self.has_inference or self.is_given_inference
 
 
-def look_around(given: Sequence[Tensor]) -> Around:
+def look_around(given: Sequence[Tensor], is_compiling: bool) -> Around:
     """What is around a call with these tensors."""
-    needs_grad = True in [x.requires_grad for x in given]
-    if torch.compiler.is_compiling():  # a traced function cannot read context variables
-        return Around(
-            True, torch.is_grad_enabled(), False, torch_private.is_transformed(), False, False, True, needs_grad, False
-        )
+    if is_compiling:  # a traced function cannot read context variables
+        has_grad, is_transformed = torch.is_grad_enabled(), torch_private.is_transformed()
+        needs_grad = any(x.requires_grad for x in given)
+        return Around(True, has_grad, False, is_transformed, False, False, True, needs_grad, False)
     return Around(
         False,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch_private.is_transformed(),
-        torch_private.is_forward_mode(),
+        torch_private.forward_level() >= 0,
         bool(AXES.get()),
         bool(torch_private.len_torch_dispatch_stack() or torch_private.is_tracing()),
-        needs_grad,
+        True in map(_requires_grad, given),
         True in map(Tensor.is_inference, given),
     )

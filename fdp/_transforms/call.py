@@ -1,40 +1,44 @@
-"""A call over slots: bound to its arguments, planned, and carried out step by step.
-
-`bind` looks at everything once: the leaves of the arguments, the options, and what is around the call. That is the
-signature, and the plan depends on nothing else. The steps of the plan then work on lists of leaves.
-"""
+"""A call over slots: what it is made with, what its steps share, and how they are taken."""
 
 import abc
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from fdp._execution.executor import check_executor
-from fdp._execution.seeds import seed_options
-from fdp._placement.common_rows import common_peers, partition_of
+from fdp._execution.seeds import Seed
+from fdp._placement.common_rows import partition_of
 from fdp._placement.leaf_plan import LeafPlan
-from fdp._placement.leaves import leaf_plans
-from fdp._placement.partition import Partition, microbatched
-from fdp._placement.peers import ALONE, PeerCall, Peers
-from fdp._placement.plan import Plan, Step, places_of
+from fdp._placement.partition import Partition
+from fdp._placement.peers import ALONE, ALONE_IN_CALL, PeerCall, Peers
+from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf
-from fdp._placement.sharded import Sharded, summary
+from fdp._placement.sharded import summary
 from fdp._placement.slot import Slot
-from fdp._placement.split_dims import check_lists, resolve
 from fdp._placement.transfers import Transfer
-from fdp._transforms.arguments import Arg, Options, check_several
-from fdp._transforms.around import Around, look_around
-from fdp._transforms.plans import find, held_in, keep, kinds_of, signature_of
+from fdp._transforms.arguments import Args
+from fdp._transforms.around import Around
 from fdp._trees.listing import note_lists
-from fdp._trees.profiling import is_profiling, stage
-from fdp._trees.registry import is_plain, is_plain_structure
-from fdp._trees.tree import Flat, flatten_all, flattened_all
-from fdp._trees.types import Function, Tree
+from fdp._trees.profiling import stage
+from fdp._trees.tree import Flat
+from fdp._trees.types import Devices, Executor, Function, Tree
 
 Begun: TypeAlias = tuple[PeerCall, Partition]
+
+
+class Options(NamedTuple):
+    """How a call is mapped, and `where`: the public function that messages name."""
+
+    where: str
+    devices: Devices
+    weights: Sequence[float] | None
+    executor: Executor
+    seed: Seed | None
+    axis_name: str
 
 
 class CallKind(abc.ABC):
@@ -78,17 +82,12 @@ class CallKind(abc.ABC):
 
 
 class Call(NamedTuple):
-    """A call as it was made: the positional arguments, then those by name."""
+    """A call as it was made."""
 
     fn: Function
-    args: Sequence[Arg]
-    keywords: tuple[str, ...]
+    args: Args
     options: Options
-    kind: CallKind
-
-    @property
-    def n_args(self) -> int:
-        return len(self.args) - len(self.keywords)
+    kind: Any  # a CallKind
 
 
 class Known(NamedTuple):
@@ -106,61 +105,54 @@ class State:
     """What a call has come to. Its steps read and change it.
 
     Attributes:
-        values: The leaves of the arguments, as they were given.
+        values: The leaves of the arguments, as they were given; `structure` puts them together.
         given: All tensors in them.
-        around: What was around the call where it began.
-        partition: The shards of this process.
+        partition, pieces, places: The shards of this process.
         peers: What other processes do in the call; `flats` are the arguments as they know them.
         columns: The leaves of each shard.
         seed: What the shards draw from.
         watched: The tensors that the function can write to, with their `versions`.
         outputs: What each shard has returned.
-        counts: What each shard counts in a loss.
+        counts: What each shard counts in a loss, and `whole` says what all do.
         gradients: The sum of those of all shards so far; `aliases` are what their graph leads to.
-        finish: Makes the result.
+        result: What the call returns, or what makes it when the steps are taken.
     """
 
+    of: Peers = ALONE
+    peers: PeerCall = ALONE_IN_CALL
+    flats: Sequence[Flat] = ()
     watched: Sequence[Tensor] = ()
     versions: Sequence[int] = ()
+    outputs: Any = ()
     counts: Any = None
     gradients: Any = None
     aliases: Any = ()
     is_used = False
+    finish: Any = None
 
-    def __init__(
-        self, call: Call, plan: Plan, flat: Flat, given: Sequence[Tensor], around: Around, peers: Peers
-    ) -> None:
-        options = call.options
-        self.call, self.fn, self.where = call, call.fn, options.where
-        self.kind: Any = call.kind
-        self.flat, self.values, self.given, self.around, self.seed = flat, flat.leaves, given, around, options.seed
-        same = {"axis_name": options.axis_name, **seed_options(options.seed), "splits": plan.sizes is not None}
-        self.peers: PeerCall
-        self.of, self.flats = peers, [] if peers is ALONE else flat.each()
-        self.peers, own = call.kind.begin(peers, plan, self.flats, options.where, same)
-        self.partition = own
-        self.pieces = plan.pieces if own is plan.partition else microbatched(own, call.kind.microbatches)
-        self.places: Sequence[Slot] = self.peers.places(plan.places)
-        self.columns = [flat.leaves.copy() for _ in self.pieces.slots]
+    def __init__(self, call: Call, plan: Plan, values: list[Any], structure: Any, given: Sequence[Tensor]) -> None:
+        self.call, self.fn, self.where, self.kind = call, call.fn, call.options.where, call.kind
+        self.values, self.structure, self.given, self.seed = values, structure, given, call.options.seed
+        self.partition, self.pieces = plan.partition, plan.pieces
+        self.places: Sequence[Slot] = plan.places
+        self.columns: list[list[Any]] = list(map(list, repeat(values, len(plan.places))))
         self.memo: dict[Any, Any] = {}
-        self.device = own.devices[0] if own.devices else plan.slots[0]
-        self.outputs: list[Any] = []
-        self.finish: Callable[[], Any] = tuple
+        self.device = plan.partition.devices[0]
 
-    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-        """What the function is called with: trees of these leaves."""
-        trees: Any = self.flat.structure.unflatten(leaves)
-        keywords = self.call.keywords
+    def flat(self, plan: Plan) -> Flat:
+        """The leaves of the arguments, with their names and specs."""
+        return Flat(self.call.args.names, self.values, list(plan.specs), self.structure, [])
+
+    def run_shard(self, leaves: Sequence[Any], fn: Function | None = None) -> Any:
+        """Call the function, or another one, with trees of these leaves."""
+        trees, keywords = self.structure.unflatten(leaves), self.call.args.keywords
         if not keywords:
-            return trees, {}
+            return call_shard(fn or self.fn, trees, {})
         n = len(trees) - len(keywords)
-        return trees[:n], dict(zip(keywords, trees[n:], strict=True))
-
-    def run_shard(self, leaves: Sequence[Any]) -> Any:
-        return call_shard(self.fn, *self.arguments(leaves))
+        return call_shard(fn or self.fn, trees[:n], dict(zip(keywords, trees[n:], strict=True)))
 
 
-def call_shard(fn: Function, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Any:
+def call_shard(fn: Function, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
     """Call a function with the arguments of a shard."""
     try:
         return fn(*args, **kwargs)
@@ -176,86 +168,11 @@ def call_shard(fn: Function, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -
         raise
 
 
-def run(call: Call) -> Any:
-    """Bind, plan, and take the steps of the plan."""
-    plan, state = bind(call)
-    return carry_out(plan, state)
-
-
-def carry_out(plan: Plan, state: State) -> Any:
+def take_steps(plan: Plan, state: State) -> None:
     """Take the steps of a plan."""
-    with state.peers.part():
-        for do, _, name in plan.steps:
-            if name and is_profiling():
-                with stage(name):
-                    do(plan, state)
-            else:
+    for do, _, name in plan.steps:
+        if name and profiler._is_profiler_enabled:
+            with stage(name):
                 do(plan, state)
-    return state.finish()
-
-
-def bind(call: Call) -> tuple[Plan, State]:
-    """Look at the arguments and at what is around the call, and find its plan, or make it."""
-    options = call.options
-    check_executor(options.executor, options.where)
-    trees, names = tuple([arg.tree for arg in call.args]), tuple([arg.name for arg in call.args])
-    try:
-        leaves, structure = flattened_all(trees, names, options.where)
-    except (TypeError, ValueError):
-        check_several(call.fn, call.args, call.keywords, options.where)
-        raise
-    kinds, given, held = kinds_of(leaves)
-    around = look_around(given)
-    flat = Flat(names, leaves, [], structure, [])
-    peers = common_peers([(flat.path(i), leaf) for i, leaf in held], options.devices, options.where)
-    signature = signature_of(call, structure, kinds, around, peers is not ALONE, bool(held))
-    plan = find(call.fn, signature)
-    if plan is None:
-        flat = flat_of(call)
-        given = held_in(flat.leaves)[0]  # a container may make its leaves anew
-        plan = decide(call, flat, around, peers)
-        plan = keep(call.fn, None if _has_values(flat) else signature, plan)
-    else:
-        flat = flat._replace(specs=plan.specs)
-    return plan, State(call, plan, flat, given, around, peers)
-
-
-def flat_of(call: Call) -> Flat:
-    """The leaves of the arguments, each with its spec."""
-    check_several(call.fn, call.args, call.keywords, call.options.where)
-    names, trees = tuple([arg.name for arg in call.args]), tuple([arg.tree for arg in call.args])
-    dims, choices = [arg.dims for arg in call.args], [arg.choices for arg in call.args]
-    return flatten_all(trees, names, dims, choices, call.options.where)
-
-
-def made_of(call: Call, flat: Flat) -> tuple[Plan, State]:
-    """The plan and the state of a call with these leaves, in this process alone."""
-    given = held_in(flat.leaves)[0]
-    around = look_around(given)
-    plan = decide(call, flat, around, ALONE)
-    return plan, State(call, plan, flat, given, around, ALONE)
-
-
-def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:
-    """Decide how a call is carried out; nothing here depends on values, unless the specs do."""
-    options, specs = call.options, list(flat.specs)
-    resolve([flat], options.where)
-    slots, partition = call.kind.shares(flat, options)
-    check_lists(flat, specs, partition, options.where)
-    pieces = microbatched(partition, call.kind.microbatches)
-    leaves = leaf_plans(flat, pieces)
-    steps, gradients = call.kind.steps(Known(call, flat, pieces, leaves, around, peers))
-    places = places_of(pieces, options.axis_name)
-    moved = tuple([leaf for leaf in leaves if leaf.moves and not leaf.is_cut])
-    cut = tuple([leaf for leaf in leaves if leaf.is_cut])
-    return Plan(slots, partition, pieces, flat.specs, leaves, moved, cut, places, tuple(steps), gradients)
-
-
-def _has_values(flat: Flat) -> bool:
-    """Whether a plan may depend on values, or would keep them alive: leaves that were looked into, odd keys."""
-    if not is_plain_structure(flat.structure):
-        return True
-    return any(
-        spec == "items" or not is_plain(leaf) or (isinstance(leaf, Sharded) and leaf.sizes is None and spec is not None)
-        for leaf, spec in zip(flat.leaves, flat.specs, strict=True)
-    )
+        else:
+            do(plan, state)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +13,27 @@ from torch import Tensor
 from fdp._execution.seeds import Seed, seed_of
 from fdp._placement.devices import as_device
 from fdp._placement.leaf_plan import LeafPlan
-from fdp._placement.peers import Peers, peers_of
+from fdp._placement.peers import ALONE, Peers
 from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
 from fdp._placement.transfers import Transfer
-from fdp._transforms.accumulate import Unused, usual
-from fdp._transforms.arguments import Options, check_function, keyword_args, positional_args
+from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
-from fdp._transforms.call import Begun, Call, CallKind, Known, run
-from fdp._transforms.counts import ask_count, count_rows, each_is_one
+from fdp._transforms.bind import run
+from fdp._transforms.call import Begun, Call, CallKind, Known, Options
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.shards import (
-    GradientPlan,
+    ask_count,
+    count_rows,
     differentiate_by_autograd,
     differentiate_by_func,
+    each_is_one,
     join_losses,
+    sum_over_processes,
     warn_of_unused,
 )
 from fdp._transforms.steps import begin, end, says, shards_text
+from fdp._transforms.sums import GradientPlan, Unused, are_large, usual_of
 from fdp._trees.listing import listed
 from fdp._trees.table import count_text
 from fdp._trees.tracebacks import api_boundary, inside_boundary
@@ -49,7 +53,7 @@ from fdp._trees.types import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)  # frozen ones are slow to make
 class Differentiation(CallKind):
     """The arguments of `value_and_grad`, checked when built."""
 
@@ -100,15 +104,11 @@ class Differentiation(CallKind):
         if not numbers or any(isinstance(i, bool) or not isinstance(i, int) for i in numbers):
             hint = ". Devices are given by name: devices=..." if any(map(_is_device, numbers)) else ""
             raise TypeError(f"{self.where}: argnums must be an int or a tuple of ints, got {self.argnums!r}{hint}")
-        where = self.where
-        target = None if self.output_device is None else as_device(self.output_device, where)
-        object.__setattr__(self, "target", target)
-        seed = seed_of(self.seed, self.randomness, where)
-        object.__setattr__(
-            self, "options", Options(where, self.devices, self.weights, self.executor, seed, self.axis_name)
-        )
+        self.target = None if self.output_device is None else as_device(self.output_device, self.where)
+        seed = seed_of(self.seed, self.randomness, self.where)
+        self.options = Options(self.where, self.devices, self.weights, self.executor, seed, self.axis_name)
         own = self.argnums, self.has_aux, self.reduction, self.count is not None, self.aux_weight, self.create_graph
-        object.__setattr__(self, "key", (*own, self.microbatches, self.reduce_dtype, self.unused, target))
+        self.key = *own, self.microbatches, self.reduce_dtype, self.unused, self.target
 
     def transform(self, arrange: Callable[[Any, Any], Any]) -> Function:
         @api_boundary()
@@ -124,20 +124,21 @@ class Differentiation(CallKind):
         """The specs of so many positional arguments."""
         if self.in_dims is not AUTO:
             return self.in_dims
+        if self.argnums == 0 and n_args:
+            return (None, *(0,) * (n_args - 1))
         positions = self.positions(n_args)
         return tuple([None if i in positions else 0 for i in range(n_args)])
 
     def compute(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[Tensor, Tree, Any]:
         """The value, aux and gradients."""
-        with peers_of(self.devices, (*args, *kwargs.values())).begins(self.where):
-            value, aux, grads = run(self.call(args, kwargs))
+        held = (*args, *kwargs.values())
+        value, aux, grads = run(partial(self.call, args, kwargs), self.where, self.devices, held)
         return value, aux, tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
 
     def call(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Call:
         """A call with these arguments."""
-        positional = positional_args(args, self.in_dims_of(len(args)), "args", self.where)
-        named = keyword_args(kwargs, self.kwarg_dims, self.where)
-        return Call(self.fn, [*positional, *named.values()], tuple(named), self.options, self)
+        own = star_args(args, self.in_dims_of(len(args)), kwargs, self.kwarg_dims, self.where)
+        return Call(self.fn, own, self.options, self)
 
     def begin(self, peers: Peers, plan: Plan, flats: Sequence[Flat], where: str, same: dict[str, Any]) -> Begun:
         same |= {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
@@ -155,7 +156,8 @@ class Differentiation(CallKind):
         steps = [*begin(known), weigh, Step(by_rows(known, how), _differentiated), *end(known)]
         if self.create_graph is None and not around.is_compiling and not around.is_nested:
             steps.append(Step(warn_of_unused, says("look for a loss that uses nothing")))
-        return [*steps, Step(join_losses, says(f"{self.reduction} of loss"))], own
+        join = join_losses if known.peers is ALONE else sum_over_processes
+        return [*steps, Step(join, says(f"{self.reduction} of loss"))], own
 
     def _gradients(self, known: Known) -> GradientPlan:
         """Which leaves are differentiated, the arguments in the order of `argnums`."""
@@ -164,18 +166,18 @@ class Differentiation(CallKind):
         for child in children:
             ranges.append(range(first, first + child.num_leaves))
             first += child.num_leaves
-        positions = self.positions(known.call.n_args)
+        positions = self.positions(known.call.args.positional)
         at = tuple([i for p in positions for i in ranges[p]])
         leaves, values = tuple([known.leaves[i] for i in at]), [known.flat.leaves[i] for i in at]
         check_differentiable(leaves, values, self.where)
         are_tensors = all(isinstance(value, Tensor) for value in values)
-        around, is_plain = known.around, {Tensor, torch.nn.Parameter}.issuperset(map(type, values))
-        all_usual = None
-        if is_plain and all(leaf.dim is None for leaf in leaves) and not (around.is_compiling or around.is_transformed):
-            all_usual = [usual(value, self.target) for value in values]
+        around, usual = known.around, []
+        if {Tensor, torch.nn.Parameter}.issuperset(map(type, values)) and not around.needs_func:
+            usual = [usual_of(leaf, value, self.target) for leaf, value in zip(leaves, values, strict=True)]
         is_attached = around.needs_grad and around.is_tracking and self.create_graph is not False
         structures = tuple([children[p] for p in positions])
-        return GradientPlan(leaves, at, structures, are_tensors, all_usual, around.needs_func, is_attached)
+        large = are_large(values)
+        return GradientPlan(leaves, at, structures, are_tensors, usual, large, around.needs_func, is_attached)
 
     def dry(self) -> "Differentiation":
         if self.count is None:

@@ -4,21 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from fdp._execution.executor import check_executor
 from fdp._execution.seeds import seed_of
-from fdp._placement.peers import peers_of
 from fdp._placement.plan import Plan
-from fdp._placement.sharded import Slots
-from fdp._transforms.apply import joining
-from fdp._transforms.arguments import IN_ORDER, Arg, Options, check_function, check_order, input_args, keyword_args
-from fdp._transforms.call import Call
+from fdp._transforms.apply import Joining
+from fdp._transforms.arguments import IN_ORDER, check_order, input_args
+from fdp._transforms.call import Call, Options
 from fdp._transforms.differentiate import Differentiation, settings_of
 from fdp._transforms.explained import explained
-from fdp._trees import torch_private
 from fdp._trees.tracebacks import OF_JAX, api_boundary
-from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
@@ -77,24 +70,19 @@ def explain(
         ValueError, TypeError, RuntimeError: What `dp_apply` would raise for these arguments, or for outputs that
             cannot be joined; a mesh, or a transform of torch.func around the call.
     """
-    check_order(inputs, devices, "explain")
+    where = "explain"
+    check_order(inputs, devices, where)
     given = {} if kwargs is None else kwargs
     settings = settings_of(fn)
     if settings is not None:
         options: dict[str, Any] = {"devices": devices, "in_dims": in_dims, "kwarg_dims": kwarg_dims}
         options |= {"out_dims": out_dims, "output_device": output_device, "weights": weights, "executor": executor}
         _check_said(settings, options | {"seed": seed, "randomness": randomness, "axis_name": axis_name})
-        args = (params, *inputs) if type(inputs) is tuple else (params, inputs)
-        _check(settings.fn, settings.devices, *args, given)
-        return explained(dataclasses.replace(settings, where="explain").call(args, dict(given)))
-    _check(fn, devices, params, inputs, given)
-    check_executor(executor, "explain")
-    drawn = seed_of(seed, randomness, "explain")
-    args = [Arg("params", params, None), *input_args(inputs, in_dims, "explain")]
-    named = keyword_args(given, kwarg_dims, "explain")
-    how = Options("explain", devices, weights, executor, drawn, axis_name)
-    kind = joining(fn, out_dims, output_device, "explain")
-    return explained(Call(fn, [*args, *named.values()], tuple(named), how, kind))
+        own = (params, *inputs) if type(inputs) is tuple else (params, inputs)
+        return explained(dataclasses.replace(settings, where=where).call(own, dict(given)))
+    how = Options(where, devices, weights, executor, seed_of(seed, randomness, where), axis_name)
+    args = input_args(params, inputs, in_dims, given, kwarg_dims, where)
+    return explained(Call(fn, args, how, Joining(fn, out_dims, output_device, where)))
 
 
 def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
@@ -109,16 +97,3 @@ def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
 
 _WORDS = {"executor": "auto", "randomness": "different", "axis_name": "data"}
 _DEFAULTS = {"in_dims": 0, "kwarg_dims": 0, "out_dims": AUTO, **_WORDS}
-
-
-def _check(fn: Function, devices: Devices, *trees: Tree) -> None:
-    check_function(fn, "explain")
-    if torch.compiler.is_compiling():
-        raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
-    if torch_private.is_transformed():
-        raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
-    held = [leaf for tree in trees for leaf in flatten(tree, "tree", where="explain").leaves if isinstance(leaf, Slots)]
-    for peers in (peers_of(devices), *(slots.peers for slots in held)):
-        peers.refuse(
-            "explain", "devices=mesh.devices, and shards that are not on the mesh, explain the part of this process"
-        )

@@ -7,28 +7,35 @@ from typing import final
 
 import torch
 
-from fdp._execution.executor import Mode, executor_of
-from fdp._placement.peers import ALONE
+from fdp._execution.executor import how_run
+from fdp._placement.peers import ALONE, peers_of
 from fdp._placement.plan import Plan
 from fdp._placement.slot import current_slot
 from fdp._placement.transfers import Collective, Transfer, Watch, watched
 from fdp._transforms.around import look_around
-from fdp._transforms.call import Call, carry_out, decide, flat_of, made_of
+from fdp._transforms.bind import decide, flat_of, held_in, planned
+from fdp._transforms.call import Call, take_steps
 from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
-from fdp._transforms.plans import held_in
+from fdp._trees import torch_private
 from fdp._trees.tree import Flat
 from fdp._trees.types import Function, Tree
 
 
 def explained(call: Call) -> Plan:
     """What a call will do: its plan, and what its steps do with tensors without data."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
+    if torch_private.is_transformed():
+        raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
     differences = list[str]()
     watch, problem, joined = Watch(differences), None, None
     log = watch.copies
     with APART, Fakes() as fakes, watched(watch, alone=True):
         flat = flat_of(call)
-        given = held_in(flat.leaves)[0]
-        plan = decide(call, flat, look_around(given), ALONE)
+        given, held = held_in(flat.leaves)
+        for peers in (peers_of(call.options.devices), *(slots.peers for _, slots in held)):
+            peers.refuse("explain", _ON_A_MESH)
+        plan = decide(call, flat, look_around(given, is_compiling=False), ALONE)
         _check_layouts(flat, plan.devices)
         fakes.has_graph = has_autograd(plan.slots)
         dry = Dry(call.fn, log, fakes, plan.gradients is not None)
@@ -36,7 +43,9 @@ def explained(call: Call) -> Plan:
         try:
             with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
                 leaves = [fakes.of(leaf) for leaf in flat.leaves]
-                joined = carry_out(*made_of(own, flat._replace(leaves=leaves, specs=list(plan.specs))))
+                made, state = planned(own, flat._replace(leaves=leaves, specs=list(plan.specs)))
+                take_steps(made, state)
+                joined = state.finish()
         except Exception as error:
             if not dry.has_failed and not isinstance(error, fakes.unknown):
                 raise
@@ -51,9 +60,7 @@ def explained(call: Call) -> Plan:
     outputs = None if problem is not None else call.kind.outputs(plan, flat.leaves, results, joined, dry.joins())
     return dataclasses.replace(
         plan,
-        executor=_executor(
-            watch.collectives, executor_of(Mode(call.options.executor, call.options.seed), len(plan.places))
-        ),
+        executor=_executor(watch.collectives, how_run(call.options.executor, call.options.seed, len(plan.places))),
         arguments=tuple(arguments),
         outputs=None if outputs is None else tuple(outputs),
         differences=tuple(dict.fromkeys(differences)),
@@ -61,6 +68,9 @@ def explained(call: Call) -> Plan:
         copies=copies,
         problem=problem,
     )
+
+
+_ON_A_MESH = "devices=mesh.devices, and shards that are not on the mesh, explain the part of this process"
 
 
 def _executor(collectives: Sequence[Collective], how: str) -> str:

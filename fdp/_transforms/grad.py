@@ -108,28 +108,7 @@ def value_and_grad(
         TypeError: A leaf to differentiate in that is no floating-point tensor; a module instead of a function.
         RuntimeError: `fn` wrote in place to an argument.
     """
-    settings = Differentiation(
-        where="value_and_grad",
-        fn=fn,
-        argnums=argnums,
-        has_aux=has_aux,
-        devices=devices,
-        in_dims=in_dims,
-        kwarg_dims=kwarg_dims,
-        reduction=reduction,
-        count=count,
-        aux_dims=aux_dims,
-        aux_weight=aux_weight,
-        create_graph=create_graph,
-        microbatches=microbatches,
-        reduce_dtype=reduce_dtype,
-        output_device=output_device,
-        weights=weights,
-        executor=executor,
-        seed=seed,
-        randomness=randomness,
-        axis_name=axis_name,
-    )
+    settings = Differentiation(where="value_and_grad", **locals())  # its fields are the arguments
     return settings.transform(lambda value, grads: (value, grads))
 
 

@@ -10,14 +10,15 @@ from fdp._placement.devices import as_devices
 from fdp._placement.leaves import put
 from fdp._placement.moves import copy
 from fdp._placement.partition import Partition
-from fdp._placement.peers import Peers, peers_of
+from fdp._placement.peers import Peers
 from fdp._placement.plan import Plan, Step
 from fdp._placement.sharded import Sharded, Slots
-from fdp._transforms.arguments import Arg, Options, check_function, keyword_args
-from fdp._transforms.call import Begun, Call, CallKind, Known, State, run
+from fdp._transforms.arguments import star_args
+from fdp._transforms.bind import run
+from fdp._transforms.call import Begun, Call, CallKind, Known, Options, State
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import SlotOptions, Untold
-from fdp._transforms.steps import ran, run_shards, says
+from fdp._transforms.steps import ran, run_shards, says, trace_shards
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.tree import Flat
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
@@ -67,14 +68,13 @@ def parallel_apply(
         ValueError: Arguments are on different slots.
         TypeError: A module instead of a function.
     """
-    held = (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ()))
-    with peers_of(devices, held).begins("parallel_apply"):
-        drawn = seed_of(seed, randomness, "parallel_apply")
-        check_function(fn, "parallel_apply")
-        positional = [Arg(f"args[{i}]", arg, None) for i, arg in enumerate(args)]
-        named = keyword_args({} if kwargs is None else kwargs, None, "parallel_apply")
-        options = Options("parallel_apply", devices, None, executor, drawn, axis_name)
-        result = run(Call(fn, [*positional, *named.values()], tuple(named), options, StayingThere()))
+
+    def call() -> Call:
+        options = Options(where, devices, None, executor, seed_of(seed, randomness, where), axis_name)
+        return Call(fn, star_args(args, None, {} if kwargs is None else kwargs, None, where), options, StayingThere())
+
+    where = "parallel_apply"
+    result = run(call, where, devices, (*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ())))
     if any(type(shard) is not tuple for shard in result.shards):
         return result
     try:
@@ -100,7 +100,7 @@ class StayingThere(CallKind):
         return slots, Partition(tuple(range(len(slots))), slots, sizes)
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, run_shards), ran)
+        run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
         return [Step(place_own, says("copy to every slot")), run, Step(leave_there, says("leave results there"))], None
 
     def on_one(self) -> "StayingThere":

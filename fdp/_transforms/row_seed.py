@@ -15,7 +15,8 @@ from fdp._placement.plan import Plan
 from fdp._placement.transfers import Watch, watched
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
 from fdp._rows.noting import Notes, joined, two_numbers
-from fdp._transforms.call import Known, State, carry_out, made_of
+from fdp._transforms.bind import planned
+from fdp._transforms.call import Known, State, take_steps
 from fdp._transforms.dry_run import APART, Fakes, problem_of
 from fdp._trees import torch_private
 from fdp._trees.tree import tensors_in, tree_map
@@ -52,8 +53,8 @@ def draw_by_rows(do: Do, plan: Plan, state: State) -> None:
         do(plan, state)  # one slot draws all
         return
     rows = int(state.peers.rows(sum(sizes)))
-    key = state.where, state.call.n_args, state.call.keywords, state.kind.key, torch.is_grad_enabled()
-    key = *key, *kinds(plan.leaves, state.flat)
+    key = state.where, state.call.args.positional, state.call.args.keywords, state.kind.key, torch.is_grad_enabled()
+    key = *key, *kinds(plan.leaves, state.flat(plan))
     noted = {} if torch_private.is_transformed() else _noted(state.fn)  # vmap around the call may draw more
     found = noted.get(key)
     if found is not None:
@@ -95,7 +96,7 @@ def _draws(plan: Plan, state: State) -> tuple[Draw, ...]:
             make, item = partial(_made, state.where, notes, fakes), partial(_item, notes, fakes)
             try:
                 leaves = [leaf.remade(value, rows, make, item) for leaf, value in _pairs(plan, state)]
-                carry_out(*made_of(call, state.flat._replace(leaves=leaves, specs=list(plan.specs))))
+                take_steps(*planned(call, state.flat(plan)._replace(leaves=leaves)))
             except Exception as error:
                 if type(error) is RuntimeError and "randomness='rows'" in str(error):
                     raise

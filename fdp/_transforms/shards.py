@@ -1,142 +1,216 @@
-"""The steps of a gradient function: the losses and gradients of all shards, and what becomes of them.
+"""The steps of a gradient function: what each shard counts, losses and gradients, and what becomes of them.
 
 All forwards, then one backward with the shares as seeds. A loss that has met nobody is differentiated at once, in its
 slot: so its graph is gone before the next.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import islice, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from fdp._execution.executor import Mode, run, run_all
-from fdp._placement.leaf_plan import LeafPlan
-from fdp._placement.moves import promoted
-from fdp._placement.peers import Joined, PeerCall
+from fdp._execution.executor import run, run_all
+from fdp._placement.join import mean
+from fdp._placement.moves import layers, promoted, to_device, total
+from fdp._placement.peers import Joined
 from fdp._placement.plan import Plan
 from fdp._placement.slot import AXES, Slot
-from fdp._transforms.accumulate import Gradients
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import State
-from fdp._transforms.shard_grad import Forward, Inputs, ShardResult, forward, inputs_of, joint, transformed
+from fdp._transforms.losses import Shard, aliases, backward, loss_of, recording, transformed
+from fdp._transforms.sums import Gradients
 from fdp._trees import torch_private
+from fdp._trees.profiling import stage
 from fdp._trees.tracebacks import warn
 from fdp._trees.types import Tree
 
+# ---- what each shard counts in the mean that a loss is
 
-class GradientPlan(NamedTuple):
-    """Which leaves a call is differentiated in, and how.
 
-    Attributes:
-        leaves: These leaves, and `at`: their positions among all.
-        structures: Those of the arguments that they are in.
-        are_tensors: Each is a tensor.
-        usual: What the gradient of each usually is, if all are whole: see `accumulate.usual`.
-        needs_func: Gradients are taken by torch.func.
-        is_attached: Results are differentiable in what was given.
-    """
+class Counts:
+    """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
 
-    leaves: tuple[LeafPlan, ...]
-    at: tuple[int, ...]
-    structures: tuple[Any, ...]
-    are_tensors: bool
-    usual: list[Any] | None
-    needs_func: bool
-    is_attached: bool
+    def __init__(self, own: Sequence[float], whole: Callable[[], float]) -> None:
+        self.own, self._ask = own, whole
+        self._whole: float | None = None
+
+    def whole(self) -> float:
+        if self._whole is None:
+            self._whole = self._ask()
+        return self._whole
+
+    def share(self, index: int) -> float:
+        """The part of a shard in the whole."""
+        return self.own[index] / (self._whole or self.whole())
+
+
+def each_is_one(plan: Plan, state: State) -> None:
+    """The losses are added up."""
+    state.counts = Counts([1] * len(state.columns), lambda: 1)
+
+
+def count_rows(plan: Plan, state: State) -> None:
+    """Each shard counts as many as it has rows."""
+    sizes, peers, where = state.pieces.sizes, state.peers, state.where  # no cycle: the state refers to what is below
+    if sizes is None and len(state.columns) > 1:
+        raise ValueError(f"{where}: the rows of the shards are not known; pass count, or reduction='sum'")
+
+    def rows() -> float:
+        whole = 1 if sizes is None else peers.rows(sum(sizes))
+        if whole == 0:
+            raise ValueError(f"{where}: there are no rows, and the mean over zero rows is not defined")
+        return whole
+
+    state.counts = Counts([1] if sizes is None else sizes, rows)
+    if sum(state.counts.own) == 0:
+        rows()
+
+
+def ask_count(plan: Plan, state: State) -> None:
+    """Each shard counts what `count` says of it."""
+    where = state.where
+    tasks = [partial(_count_of, plan, state, i) for i in range(len(state.columns))]
+    own = run_all(tasks, state.places, peers=state.peers)
+    if not all(math.isfinite(weight) and weight >= 0 for weight in own):
+        raise ValueError(f"{where}: count must return a finite number that is not negative, got {own}")
+    whole = state.peers.total(sum(own), f"count of {where}")
+    if whole == 0:
+        raise ValueError(f"{where}: count is zero on all shards, and the mean over nothing is not defined")
+    state.counts = Counts(own, lambda: whole)
+
+
+def _count_of(plan: Plan, state: State, i: int) -> float:
+    """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
+    shard, around = Shard(i, state.columns[i], plan.gradients), plan.around
+    found: list[float] = []
+
+    def call(*leaves: Tensor) -> tuple[Tensor, ...]:
+        value = state.run_shard(shard.leaves(leaves), state.kind.count)
+        found.append(_as_constant(value, state.where, is_compiling=around.is_compiling))
+        return leaves
+
+    # Differentiated, to see whether it depends on the leaves.
+    if around.is_compiling or not shard.tensors:
+        call(*shard.tensors)
+    elif around.needs_func:
+        with recording(around):
+            torch.func.vjp(call, *shard.tensors)
+    else:
+        with torch.enable_grad():
+            call(*(leaf.detach().requires_grad_() for leaf in shard.tensors))
+    return found[0]
+
+
+def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float:
+    if isinstance(value, Tensor):
+        if is_compiling:
+            raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
+        # Whether something differentiates through it. Forward mode cannot be asked, and counts as yes.
+        is_forward = torch_private.forward_level() >= 0
+        if value.is_floating_point() and (is_forward or any(layer.requires_grad for layer in layers(value))):
+            raise ValueError(
+                f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
+                "constants. If it may be taken for one, return a number: count.item()"
+            )
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
+
+
+# ---- losses and gradients
 
 
 def differentiate_by_autograd(plan: Plan, state: State) -> None:
     """Each loss, and its gradients by plain autograd."""
-    own, graph = plan.gradients, True if plan.gradients.is_attached else state.kind.create_graph
-    _prepare(plan, state)
-    for batch, mode in _rounds(plan, state):
-        inputs = [inputs_of(state.columns[i], own.at, own.are_tensors).aliases(own.is_attached) for i in batch]
-        _begins_with(state.peers, [x for each in inputs for x in each.tensors])
-        met: list[Forward] = []
-
-        def take(k: int, found: ShardResult | Forward, batch: list[int] = batch, met: list[Forward] = met) -> None:
-            if isinstance(found, Forward):
-                met.append(found)
-            else:
-                _take(plan, state, batch[k], found)
-
-        slots = [state.places[i] for i in batch]
-        pairs = zip(batch, inputs, strict=True)
-        run([partial(_differentiated, state, i, each, graph) for i, each in pairs], slots, mode, take)
-        if not met:
-            continue
-        with _noting(slots):
-            seeds = [state.counts.share(i) for i in batch]
-            results = joint(state, met, seeds, graph, state.peers.ends())[::-1]
-        met.clear()
+    options, before = state.call.options, torch.is_grad_enabled()
+    for batch, lacks_slots in _rounds(plan, state):
+        shards: list[Shard] = []
+        leaves: list[Tensor] = []
         for i in batch:
-            _take(plan, state, i, results.pop())  # which lets go of each
+            shard = Shard(i, state.columns[i], plan.gradients)
+            shard.tensors = aliases(shard.tensors, plan.gradients.is_attached)
+            shards.append(shard)
+            leaves += shard.tensors
+        try:
+            torch_private.set_grad_enabled(True)
+            state.peers.begins_with(leaves)  # collectives from here on are functions of these
+        finally:
+            torch_private.set_grad_enabled(before)
+        slots = list(map(state.places.__getitem__, batch))
+        met: list[Shard] = []
+
+        def take(_: int, shard: Shard, met: list[Shard] = met) -> None:
+            if shard.grads is None:
+                met.append(shard)
+            else:
+                _take(state, shard)
+
+        tasks = list(map(partial, repeat(_differentiated), repeat(plan), repeat(state), shards))
+        run(tasks, slots, take, options.executor, state.seed, state.peers, lacks_slots=lacks_slots)
+        if met:
+            with _noting(slots):
+                backward(plan, state, met, state.peers.ends())
+            for shard in met:
+                _take(state, shard)
 
 
-def _begins_with(peers: PeerCall, leaves: Sequence[Tensor]) -> None:
-    """Collectives from here on are functions of these leaves."""
-    before = torch.is_grad_enabled()
-    try:
-        torch_private.set_grad_enabled(True)
-        peers.begins_with(leaves)
-    finally:
-        torch_private.set_grad_enabled(before)
-
-
-def _differentiated(state: State, i: int, inputs: Inputs, graph: bool | None) -> ShardResult | Forward:
+def _differentiated(plan: Plan, state: State, shard: Shard) -> Shard:
     """The loss of a shard, with its gradients if it has met nobody."""
-    found = forward(state, inputs)
+    torch_private.set_grad_enabled(True)  # until the slot ends
+    shard.loss, shard.aux = loss_of(state, shard.leaves(shard.tensors))
     if AXES.get()[-1].run.has_met or state.peers.ends():
-        return found
+        return shard
     token = AXES.set(())  # in no slot: the backward may compute anew what was outside
     try:
-        return joint(state, [found], [state.counts.share(i)], graph, [])[0]
+        backward(plan, state, [shard], ())
+        return shard
     finally:
         AXES.reset(token)
 
 
 def differentiate_by_func(plan: Plan, state: State) -> None:
     """All losses, and their gradients by one `torch.func.vjp` around the call."""
-    own = plan.gradients
-    _prepare(plan, state)
-    for batch, mode in _rounds(plan, state):
+    how = {"executor": state.call.options.executor, "seed": state.seed, "peers": state.peers}
+    for batch, lacks_slots in _rounds(plan, state):
         slots = [state.places[i] for i in batch]
-        inputs = [inputs_of(state.columns[i], own.at, own.are_tensors) for i in batch]
-        seeds = [state.counts.share(i) for i in batch]
+        shards = [Shard(i, state.columns[i], plan.gradients) for i in batch]
         with _noting(slots):
-            run_these = partial(run_all, slots=slots, mode=mode)
-            results = transformed(state, inputs, seeds, state.kind.create_graph, run_these)
-        for i, result in zip(batch, results, strict=True):
-            _take(plan, state, i, result)
+            run_these = partial(run_all, slots=slots, lacks_slots=lacks_slots, **how)
+            transformed(state, shards, run_these, plan.around)
+        for shard in shards:
+            _take(state, shard)
 
 
-def _prepare(plan: Plan, state: State) -> None:
-    own, kind = plan.gradients, state.kind
-    values = [state.values[i] for i in own.at]
-    state.gradients = Gradients(
-        own.leaves, values, own.usual, len(state.columns), kind.target, kind.reduce_dtype, kind.unused
-    )
-    state.outputs, state.aliases, state.is_used = [None] * len(state.columns), [], False
+def _take(state: State, shard: Shard) -> None:
+    state.outputs[shard.index] = shard.loss, shard.aux
+    state.is_used = state.is_used or not _NONE.issuperset(map(type, shard.grads))
+    if profiler._is_profiler_enabled:
+        with stage("reduce"):
+            state.gradients.add(shard.index, shard.grads, shard.column)
+    else:
+        state.gradients.add(shard.index, shard.grads, shard.column)
 
 
-def _take(plan: Plan, state: State, i: int, result: ShardResult) -> None:
-    state.outputs[i] = result.out
-    state.is_used = state.is_used or not {type(None)}.issuperset(map(type, result.grads))
-    state.aliases += result.aliases
-    state.gradients.add(i, result.grads, [state.columns[i][k] for k in plan.gradients.at])
+_NONE = frozenset({type(None)})
 
 
-def _rounds(plan: Plan, state: State) -> Iterator[tuple[list[int], Mode]]:
-    """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on."""
-    mode, slots = Mode(state.call.options.executor, state.seed, state.peers), state.pieces.slots
+def _rounds(plan: Plan, state: State) -> list[tuple[Sequence[int], bool]]:
+    """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on.
+
+    For each, whether some slots have none.
+    """
+    kind, slots, values = state.kind, state.pieces.slots, list(map(state.values.__getitem__, plan.gradients.at))
+    state.gradients = Gradients(plan.gradients, values, len(slots), kind.target, kind.reduce_dtype, kind.unused)
+    state.outputs, state.aliases, state.is_used = [None] * len(slots), [], False
     if len(set(slots)) == len(slots):
-        if slots:
-            yield list(range(len(slots))), mode
-        return
+        return [(range(len(slots)), False)] if slots else []
     seen: dict[int, int] = {}
     rounds: list[list[int]] = []
     for i, slot in enumerate(slots):
@@ -145,8 +219,7 @@ def _rounds(plan: Plan, state: State) -> Iterator[tuple[list[int], Mode]]:
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(i)
-    for batch in rounds:
-        yield batch, mode._replace(lacks_slots=len(batch) < len(rounds[0]))
+    return [(batch, len(batch) < len(rounds[0])) for batch in rounds]
 
 
 @contextlib.contextmanager
@@ -163,9 +236,12 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
         raise
 
 
+# ---- what becomes of them
+
+
 def warn_of_unused(plan: Plan, state: State) -> None:
     """Say that a loss leads to nothing that it is differentiated in, unless it leads to other arguments."""
-    if state.is_used or not state.aliases or not any(out.loss.requires_grad for out in state.outputs):
+    if state.is_used or not state.aliases or not any(loss.requires_grad for loss, _ in state.outputs):
         return
     at = set(plan.gradients.at)
     others = [leaf for leaf in plan.leaves if leaf.index not in at]
@@ -182,24 +258,42 @@ _UNUSED = (
 
 def join_losses(plan: Plan, state: State) -> None:
     """How the losses become one, and what else the shards have returned."""
-    kind, outs, counts, sizes, peers = state.kind, state.outputs, state.counts, state.pieces.sizes, state.peers
-    losses = promoted([out.loss for out in outs]) if outs else []
-    loss, aux = Joined(losses, kind.reduction, counts.own, counts.whole, "loss"), None
-    if kind.has_aux:
-        rows, whole, hint = sizes, lambda: peers.rows(sum(sizes or ())), ""
-        if kind.aux_weight == "count" or (kind.count is None and kind.reduction == "mean"):
-            rows, whole = counts.own, counts.whole
-        if rows is None:
-            hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
-        dims = dims_of(outs[0].aux if outs else None, kind.aux_dims, state.where)
-        aux = Joined([out.aux for out in outs], dims, rows, whole, "aux", hint)
-    found = peers.reduce(loss, aux, state.gradients, state.aliases, kind.target or state.device, state.where)
+    kind, counts, device = state.kind, state.counts, state.kind.target or state.device
+    losses, auxes = zip(*state.outputs, strict=True)
+    if any(loss.device != device for loss in losses):
+        losses = [to_device(loss, device, "loss") for loss in losses]
+    value = mean(promoted(losses), counts.own) if kind.reduction == "mean" else total(promoted(losses))
+    aux = _aux_of(state, auxes).tree(device, state.where) if kind.has_aux else None
+    _finish(plan, state, lambda: (value, aux))
 
+
+def sum_over_processes(plan: Plan, state: State) -> None:
+    """The same over all processes."""
+    kind, counts = state.kind, state.counts
+    losses, auxes = zip(*state.outputs, strict=True) if state.outputs else ((), ())
+    loss = Joined(promoted(losses) if losses else [], kind.reduction, counts.own, counts.whole, "loss")
+    aux = _aux_of(state, auxes) if kind.has_aux else None
+    device = kind.target or state.device
+    _finish(plan, state, state.peers.reduce(loss, aux, state.gradients, state.aliases, device, state.where))
+
+
+def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:
+    kind, counts, sizes, peers = state.kind, state.counts, state.pieces.sizes, state.peers
+    rows, whole, hint = sizes, lambda: peers.rows(sum(sizes or ())), ""
+    if kind.aux_weight == "count" or (kind.count is None and kind.reduction == "mean"):
+        rows, whole = counts.own, counts.whole
+    if rows is None:
+        hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
+    dims = dims_of(auxes[0] if auxes else None, kind.aux_dims, state.where)
+    return Joined(auxes, dims, rows, whole, "aux", hint)
+
+
+def _finish(plan: Plan, state: State, found: Callable[[], tuple[Tensor, Tree]]) -> None:
     gradients, structures = state.gradients, plan.gradients.structures
 
     def finish() -> tuple[Tensor, Tree, list[Tree]]:
-        value, rest = found()
+        value, aux = found()
         grads = iter(gradients.finish())
-        return value, rest, [own.unflatten(list(islice(grads, own.num_leaves))) for own in structures]
+        return value, aux, [own.unflatten(islice(grads, own.num_leaves)) for own in structures]
 
     state.finish = finish

@@ -31,37 +31,34 @@ class Untold:
     """Never made: of all functions, those of whose result nothing is known return one, for a type checker."""
 
 
-class MapOptions(TypedDict, total=False):
-    """The keyword arguments of `shard_map`, but for `out_dims`."""
+class RunOptions(TypedDict, total=False):
+    """The keyword arguments of all of them."""
 
     devices: Devices
+    executor: Executor
+    seed: int | None
+    randomness: Randomness
+    axis_name: str
+
+
+class SlotOptions(RunOptions, total=False):
+    """The keyword arguments of `parallel_apply`."""
+
+    kwargs: Mapping[str, Tree] | None
+
+
+class MapOptions(RunOptions, total=False):
+    """The keyword arguments of `shard_map`, but for `out_dims`."""
+
     in_dims: Dims
     kwarg_dims: Dims
     output_device: DeviceLike | None
     weights: Sequence[float] | None
-    executor: Executor
-    seed: int | None
-    randomness: Randomness
-    axis_name: str
 
 
-class SlotOptions(TypedDict, total=False):
-    """The keyword arguments of `parallel_apply`."""
-
-    devices: Devices
-    kwargs: Mapping[str, Tree] | None
-    executor: Executor
-    seed: int | None
-    randomness: Randomness
-    axis_name: str
-
-
-class GradOptions(TypedDict, total=False):
+class GradOptions(MapOptions, total=False):
     """The keyword arguments of `value_and_grad`."""
 
-    devices: Devices
-    in_dims: Dims | Auto
-    kwarg_dims: Dims
     reduction: Reduction
     count: Function | None
     aux_dims: Dims | Auto
@@ -69,9 +66,3 @@ class GradOptions(TypedDict, total=False):
     create_graph: bool | None
     microbatches: int
     reduce_dtype: torch.dtype | None
-    output_device: DeviceLike | None
-    weights: Sequence[float] | None
-    executor: Executor
-    seed: int | None
-    randomness: Randomness
-    axis_name: str

@@ -6,11 +6,12 @@ is around the call.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
 
-from fdp._execution.executor import Mode, run_all
+from fdp._execution.executor import run, traced
 from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.leaves import put
 from fdp._placement.moves import layers
@@ -33,7 +34,7 @@ def begin(known: Known) -> list[Step]:
         steps.append(Step(scatter, _scattered, "scatter"))
     if not known.around.is_compiling:  # reading versions breaks the graph
         is_plain = not (known.around.is_transformed or known.around.is_given_inference)
-        note = note_versions if is_plain and not any(map(is_copied, known.leaves)) else note_all_versions
+        note = note_versions if is_plain and not any(map(_is_copied, known.leaves)) else note_all_versions
         steps.append(Step(note, says("note versions")))
     return steps
 
@@ -87,7 +88,8 @@ def enter(plan: Plan, state: State) -> None:
 
 def replicate(plan: Plan, state: State) -> None:
     """What is whole, on the devices where it is not yet."""
-    put(plan.moved, state.values, state.columns, state.memo)
+    if plan.moved:
+        put(plan.moved, state.values, state.columns, state.memo)
 
 
 def scatter(plan: Plan, state: State) -> None:
@@ -111,7 +113,7 @@ def note_all_versions(plan: Plan, state: State) -> None:
     state.versions = list(map(torch_private.version, state.watched))
 
 
-def is_copied(leaf: LeafPlan) -> bool:
+def _is_copied(leaf: LeafPlan) -> bool:
     """Whether shards have other tensors of it than parts of the whole."""
     return leaf.moves or (leaf.is_cut and leaf.dim == "items")
 
@@ -147,5 +149,11 @@ def check_writes(plan: Plan, state: State) -> None:
 
 def run_shards(plan: Plan, state: State) -> None:
     """Run the function on each shard."""
-    tasks = [partial(state.run_shard, column) for column in state.columns]
-    state.outputs = run_all(tasks, state.places, Mode(state.call.options.executor, state.seed, state.peers))
+    state.outputs = outputs = [None] * len(state.columns)
+    tasks = list(map(partial, repeat(state.run_shard), state.columns))
+    run(tasks, state.places, outputs.__setitem__, state.call.options.executor, state.seed, state.peers)
+
+
+def trace_shards(plan: Plan, state: State) -> None:
+    """The same where torch.compile traces the call."""
+    state.outputs = traced([partial(state.run_shard, column) for column in state.columns], state.seed)

@@ -8,8 +8,14 @@ from typing import Any
 from fdp._trees.tracebacks import inside_boundary
 
 
-def how_called(fn: Any) -> Any:
-    """What says, beside its identity, which arguments a function takes."""
+def known_by(fn: Any) -> tuple[Any, Any]:
+    """Its identity, and what says beside it which arguments it takes."""
+    if type(fn) is types.FunctionType and not fn.__dict__ and fn.__module__ != _FUNCTIONAL:  # as most
+        return fn.__code__, types.FunctionType
+    return identity(fn), _how_called(fn)
+
+
+def _how_called(fn: Any) -> Any:
     given = []
     while isinstance(fn, functools.partial):
         given.append((len(fn.args), tuple(fn.keywords)))
@@ -19,8 +25,6 @@ def how_called(fn: Any) -> Any:
 
 def identity(fn: Any) -> Any:
     """What stays the same where a function is defined anew for each call; compiled ones share their wrapper's code."""
-    if type(fn) is types.FunctionType and not fn.__dict__ and fn.__module__ != _FUNCTIONAL:  # as of most
-        return fn.__code__
     while isinstance(fn, functools.partial):
         fn = fn.func
     if type(fn) is types.FunctionType:

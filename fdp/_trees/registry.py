@@ -6,6 +6,7 @@ tensors is refused, because its tensors would silently be neither split nor move
 """
 
 import dataclasses
+import functools
 import threading
 import warnings
 from collections import OrderedDict, deque
@@ -94,6 +95,10 @@ def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTr
 
     ways = dict.fromkeys(problem.way_out for *_, problem in refused)
     return TreeTypeError(f"{listed(refused, say, '; ')}. {'. '.join(ways)}")
+
+
+flatten_plainly: Any = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
+"""What optree makes of a tree, without a look at its leaves."""
 
 
 def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optree.tree_flatten) -> Any:

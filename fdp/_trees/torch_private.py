@@ -79,9 +79,8 @@ _jvp = _use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
 _forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
 
 
-def forward_level() -> int:
-    """The level of forward mode, negative if it is off."""
-    return torch.autograd.forward_ad._current_level
+forward_level: Callable[[], int] = partial(operator.attrgetter("_current_level"), torch.autograd.forward_ad)
+"""The level of forward mode, negative if it is off."""
 
 
 def is_forward_mode() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdp._transforms.arguments import check_function, keyword_args
+from fdp._transforms.arguments import check_function, dims_by_name
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.differentiate import Differentiation
 from fdp._transforms.own_statistics import say_own
@@ -122,7 +122,7 @@ def backward(
     @functools.wraps(loss, updated=())
     def step(*args: Tree, **kwargs: Tree) -> Any:
         now = settings
-        keyword_args(kwargs, kwarg_dims, where)  # says which names are wrong
+        dims_by_name(kwargs, kwarg_dims, where)  # says which names are wrong
         if in_dims is not AUTO and type(in_dims) is not tuple:
             now = dataclasses.replace(now, in_dims=(None, *[in_dims] * len(args)))
         if kwargs and not isinstance(kwarg_dims, Mapping):

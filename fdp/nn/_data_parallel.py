@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import nn
 
-from fdp._execution.executor import Mode, check_executor
+from fdp._execution.executor import check_executor
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import to_device
 from fdp._placement.partition import Partition, check_weights
@@ -167,7 +167,7 @@ class DataParallel(nn.Module, Generic[M]):
         check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
         devices = as_devices(self._ids_of(inputs), self._where)
         plan = inputs.plan if isinstance(inputs, _Shards) else None
-        return run_modules(replicas, inputs, kwargs, devices, plan and plan.sizes, Mode(self._executor))
+        return run_modules(replicas, inputs, kwargs, devices, plan and plan.sizes, self._executor)
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdp._execution.executor import Mode, run_all
+from fdp._execution.executor import run_all
 from fdp._placement.devices import as_device
 from fdp._placement.partition import Partition
 from fdp._placement.plan import places_of
 from fdp._trees.tree import tensors_in
-from fdp._trees.types import DeviceLike
-
-IN_ORDER = Mode("sequential")
+from fdp._trees.types import DeviceLike, Executor
 
 
 def parallel_apply(
@@ -57,7 +55,7 @@ def parallel_apply(
         _device_of(module, args) if device is None else as_device(device, "parallel_apply")
         for module, args, device in zip(modules, inputs, given, strict=True)
     ]
-    return run_modules(modules, inputs, kwargs_tup, places, None, IN_ORDER)
+    return run_modules(modules, inputs, kwargs_tup, places, None)
 
 
 def run_modules(
@@ -66,7 +64,7 @@ def run_modules(
     kwargs: Sequence[Mapping[str, Any]] | None,
     devices: Sequence[torch.device],
     sizes: tuple[int, ...] | None,
-    mode: Mode,
+    executor: Executor = "sequential",
 ) -> list[Any]:
     """Call each module on its slot; `sizes` are the rows that each has, if they are known."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
@@ -74,7 +72,7 @@ def run_modules(
         functools.partial(_call, i, device, module, (args, named))
         for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
     ]
-    return run_all(tasks, places_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), mode)
+    return run_all(tasks, places_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), executor)
 
 
 def check_lengths(modules: int, **others: Sequence[Any] | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fdp._placement.devices import as_devices, virtual_devices
-from fdp._transforms.arguments import Arg, check_function, keyword_args, positional_args
+from fdp._transforms.arguments import check_function, input_args
 from fdp._trees.listing import listed
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._case import WHERE, Case, CheckedRun, Way
@@ -97,11 +97,8 @@ def assert_data_parallel(
     most = max(*slots, len(across))
     if weights is not None and len(weights) < most:
         raise ValueError(f"{WHERE}: {len(weights)} weights for up to {most} slots; expected one per slot")
-    if type(inputs) is tuple:
-        args = positional_args(inputs, in_dims, "inputs", WHERE)
-    else:
-        args = [Arg("inputs", inputs, in_dims)]
-    sample = Sample.of(params, args, keyword_args(kwargs or {}, kwarg_dims, WHERE), dtype, across, WHERE)
+    args = input_args(params, inputs, in_dims, kwargs or {}, kwarg_dims, WHERE)
+    sample = Sample.of(args, dtype, across, WHERE)
     # All generators of the devices: a check must not change what the program draws afterwards.
     gpus = {device.index for device in (sample.device, *across) if device.type == "cuda"}
     with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():

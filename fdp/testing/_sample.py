@@ -9,7 +9,7 @@ from fdp._placement.common_rows import partition_of
 from fdp._placement.moves import is_inexact
 from fdp._placement.sharded import Slots
 from fdp._placement.split_dims import flatten_args
-from fdp._transforms.arguments import Arg
+from fdp._transforms.arguments import Args
 from fdp._trees.tree import Flat, map_tensors, tensors_in, unflatten
 from fdp._trees.types import Dims, Tree
 
@@ -35,14 +35,12 @@ class Sample(NamedTuple):
     @classmethod
     def of(
         cls,
-        params: Tree,
-        inputs: Sequence[Arg],
-        kwargs: dict[str, Arg],
+        args: Args,
         dtype: torch.dtype | None,
         devices: Sequence[torch.device],
         where: str,
     ) -> Self:
-        flats = flatten_args([Arg("params", params, None), *inputs, *kwargs.values()], where)
+        flats = flatten_args(zip(args.names, args.trees, args.dims, args.choices, strict=True), where)
         if any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
             raise TypeError(
                 f"{where}: expected plain trees, which it splits over several numbers of slots; pass "
@@ -64,8 +62,9 @@ class Sample(NamedTuple):
                 tensor = tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
             return _copied(tensor).to(device if devices else None)
 
-        dims = tuple(arg.dims for arg in inputs), {name: arg.dims for name, arg in kwargs.items()}
-        return cls(flats, *dims, sum(sizes), device).map(lambda leaf, _: map_tensors(taken, leaf))
+        n = args.positional
+        by_name = dict(zip(args.keywords, args.dims[n:], strict=True))
+        return cls(flats, args.dims[1:n], by_name, sum(sizes), device).map(lambda leaf, _: map_tensors(taken, leaf))
 
     def map(self, change: Callable[[Any, Any], Any]) -> Self:
         """The sample with each leaf changed by a function of the leaf and its dim."""

@@ -1,5 +1,6 @@
 """What the shards have returned for each leaf of the output: whether it can be joined."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +30,22 @@ JOINS = {
 """How an output may be joined, beside an int and None, and what `explain` says of it."""
 
 
+def are_alike(column: Column, dim: int) -> bool:
+    """Whether these are tensors with rows that differ in nothing else but, perhaps, their shapes: as almost all are."""
+    if not _TENSOR.issuperset(map(type, column)):
+        return False
+    kinds = list(map(_kind, column))
+    _, ndim, is_nested = kinds[0]
+    return not is_nested and -ndim <= dim < ndim and kinds.count(kinds[0]) == len(kinds)
+
+
+_TENSOR = frozenset({Tensor})
+_kind: Any = operator.attrgetter("dtype", "ndim", "is_nested")
+
+
 def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
     """Why the values of a leaf cannot be joined, None if they can."""
-    if spec is None or spec == "list" or (type(spec) is int and _are_alike(column, spec)):
+    if spec is None or spec == "list":
         return None
     if type(spec) is not int and not (isinstance(spec, str) and spec in JOINS):
         names = ", ".join(repr(name) for name in JOINS if name != "items")
@@ -55,17 +69,6 @@ def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
             "values) or None (slot 0's value)"
         )
     return _concat_problem(tensors, spec) if isinstance(spec, int) else _reduce_problem(tensors, spec, weights)
-
-
-def _are_alike(column: Column, dim: int) -> bool:
-    """Whether these are tensors with rows that differ in nothing else. So are almost all outputs."""
-    if not _TENSOR.issuperset(map(type, column)) or True in [x.is_nested for x in column]:
-        return False
-    kinds = [(x.dtype, x.shape) for x in column] if dim else [(x.dtype, x.shape[1:]) for x in column]
-    return kinds.count(kinds[0]) == len(kinds) and -column[0].ndim <= dim < column[0].ndim
-
-
-_TENSOR = frozenset({Tensor})
 
 
 def _values_problem(column: Column) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fdp._placement.check_outputs import Column, Weights, differing_integers, must_agree, problem_of
+from fdp._placement.check_outputs import Column, Weights, are_alike, differing_integers, must_agree, problem_of
 from fdp._placement.moves import accumulator, concat, is_inexact, to_device, total
 from fdp._placement.packing import Packed, copy_or_packed, packed_copies
 from fdp._trees.describe import first_difference
@@ -52,13 +52,19 @@ def join(
     joined: dict[Any, Any] = {}
     for i, column in enumerate(zip(*[flat.leaves for flat in flats], strict=True)):
         spec = first.specs[i]
-        problem = problem_of(column, spec, weights)
+        key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
+        problem = None
+        if key not in joined:
+            if is_compiling or type(spec) is not int or not are_alike(column, spec):
+                problem = problem_of(column, spec, weights)
+            try:
+                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed)
+            except RuntimeError:  # of their shapes
+                joined[key] = problem = problem_of(column, spec, weights)
+                if problem is None:
+                    raise
         if problem is not None:
             problems.append((i, problem))
-            continue
-        key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
-        if key not in joined:
-            joined[key] = _join_leaf(column, spec, weights, device, first, i, packed)
         leaves.append(joined[key])
     if problems or "mean" in first.specs:
         problems = problems or differing_integers([flat.leaves for flat in flats], first)

@@ -51,7 +51,7 @@ class LeafPlan(abc.ABC):
         inner = flatten(value, self.path)
         return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
 
-    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         """What each shard gets of it. What tensors became is in the memo, so that each is moved once."""
         return [value] * len(self.shares.slots)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.leaf_plan import Home, LeafPlan, Make, not_differentiable
-from fdp._placement.moves import Memo, concat, copy, copy_once, split, to_device
+from fdp._placement.moves import Memo, concat, copy, copy_once, new_memo, split, to_device
 from fdp._placement.packing import copy_or_packed, packed_copies
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
@@ -41,24 +41,22 @@ class TensorPlan(LeafPlan):
     def paths_of(self, value: Tensor, tensor: Tensor) -> list[str]:
         return [self.path]
 
-    def cut(self, value: Tensor, memo: Memo) -> Sequence[Tensor]:
-        shares = self.shares
-        if not self.is_cut or len(shares.slots) == 1:
-            return [copy_once(value, device, self.flat, self.index, memo) for device in shares.devices]
-        if torch.compiler.is_compiling():
-            return self._parts(value)
-        key = id(value), self.dim
-        if key not in memo:
-            memo[key] = self._parts(value)
-        return memo[key]
-
-    def _parts(self, value: Tensor) -> Sequence[Tensor]:
-        assert self.shares.sizes is not None
-        parts = split(value, self.shares.sizes, self.dim)
-        if not self.moves:
-            return parts
-        pairs = zip(parts, self.shares.devices, strict=True)
-        return [copy(part, device, self.flat, self.index) for part, device in pairs]
+    def cut(self, value: Tensor, memo: Memo | None) -> Sequence[Tensor]:
+        devices, sizes = self.shares.devices, self.shares.sizes
+        if not self.is_cut or sizes is None or len(devices) == 1:
+            if not self.moves:
+                return [value] * len(devices)
+            return [copy_once(value, device, self.flat, self.index, memo) for device in devices]
+        key = None if memo is None else (id(value), self.dim)
+        if memo is not None and key in memo:
+            return memo[key]
+        parts = value.split_with_sizes(sizes, self.dim)  # one node: that of `narrow` builds a full gradient for each
+        if self.moves:
+            pairs = zip(parts, devices, strict=True)
+            parts = [copy(part, device, self.flat, self.index) for part, device in pairs]
+        if memo is not None:
+            memo[key] = parts
+        return parts
 
     def summed(self, value: Tensor) -> Sequence[tuple[Tensor, Flat, int]] | None:
         return [(value, self.flat, self.index)] if self.dim is None else None
@@ -91,7 +89,7 @@ class ItemsPlan(LeafPlan):
 
     is_cut = True
 
-    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         ranges = [rows for rows in map(self.shares.rows, range(len(self.shares.slots))) if rows is not None]
         path = self.path
         return [
@@ -136,7 +134,7 @@ class SlotsPlan(LeafPlan):
     def paths_of(self, value: Any, tensor: Tensor) -> list[str]:
         return super().paths_of(value.shards, tensor)
 
-    def cut(self, value: Slots, memo: Memo) -> Sequence[Any]:
+    def cut(self, value: Slots, memo: Memo | None) -> Sequence[Any]:
         return [value.shards[slot] for slot in self.shares.slots]
 
     def wrong(self, value: Slots, where: str) -> list[str]:
@@ -179,7 +177,7 @@ class ReplicatedPlan(SlotsPlan):
 class ShardedPlan(SlotsPlan):
     """A `Sharded`: each slot has its part, and the gradient of it."""
 
-    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         slots, shares = self.shares.slots, self.shares
         if shares.sizes is None or all(a != b for a, b in pairwise(slots)):
             return super().cut(value, memo)
@@ -242,22 +240,24 @@ def kinds(plans: Sequence[LeafPlan], flat: Flat) -> Any:
     return str(flat.structure), str([plan.kind(leaf) for plan, leaf in zip(plans, flat.leaves, strict=True)])
 
 
-def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo) -> None:
+def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo | None) -> None:
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    whole = [plan for plan in plans if plan.moves and plan.is_needed_whole]
-    devices = whole[0].shares.devices if len(whole) > 1 else ()
-    packed = packed_copies([values[plan.index] for plan in whole], devices) if devices else {}
-    for plan in whole if packed else ():
-        for device in devices:
-            value = values[plan.index]
-            key = id(value), device
-            if key not in memo:
-                memo[key] = copy_or_packed(value, device, plan.flat, plan.index, packed)
+    whole = [] if memo is None else [plan for plan in plans if plan.moves and plan.is_needed_whole]
+    if memo is not None and len(whole) > 1:
+        devices = whole[0].shares.devices
+        packed = packed_copies([values[plan.index] for plan in whole], devices)
+        for plan in whole if packed else ():
+            for device in devices:
+                value = values[plan.index]
+                key = id(value), device
+                if key not in memo:
+                    memo[key] = copy_or_packed(value, device, plan.flat, plan.index, packed)
     for plan in plans:
-        for column, part in zip(columns, plan.cut(values[plan.index], memo), strict=True):
-            column[plan.index] = part
+        index = plan.index
+        for column, part in zip(columns, plan.cut(values[index], memo), strict=True):
+            column[index] = part
 
 
 def place(
@@ -266,5 +266,5 @@ def place(
     """The tree of each shard. What has been placed before is in the `memo`."""
     columns = [flat.leaves.copy() for _ in shares.slots]
     plans = [plan for plan in leaf_plans(flat, shares, by_rows) if plan.is_cut or plan.moves]
-    put(plans, flat.leaves, columns, {} if memo is None else memo)
+    put(plans, flat.leaves, columns, new_memo() if memo is None else memo)
     return [unflatten(flat.structure, column) for column in columns]

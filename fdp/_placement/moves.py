@@ -15,7 +15,13 @@ from fdp._trees import torch_private
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
 
-Memo = dict[Any, Any]  # the pieces of a tensor along a dim, and its copies on devices
+Memo = dict[Any, Any]
+"""The pieces of a tensor along a dim, and its copies on devices: a tensor that stands twice is moved once."""
+
+
+def new_memo() -> Memo | None:
+    """None while compiling: an id would become a guard on this very tensor."""
+    return None if torch.compiler.is_compiling() else {}
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -42,9 +48,9 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
     return tensor.clone() if always else tensor
 
 
-def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo) -> torch.Tensor:
+def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo | None) -> torch.Tensor:
     """A whole tensor on a device: the copy that is there, if there is one."""
-    if torch.compiler.is_compiling():  # an id would become a guard on this very tensor
+    if memo is None:
         return copy(tensor, device, flat, index)
     key = id(tensor), device
     if key not in memo:
@@ -54,7 +60,7 @@ def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: in
 
 def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
     """The tree, which is called `name`, with every tensor on a device."""
-    flat, memo = flatten(tree, name), {} if memo is None else memo
+    flat, memo = flatten(tree, name), new_memo() if memo is None else memo
     leaves = [
         copy_once(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
         for i, leaf in enumerate(flat.leaves)

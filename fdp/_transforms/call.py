@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from fdp._execution.seeds import Seed
 from fdp._placement.common_rows import partition_of
 from fdp._placement.leaf_plan import LeafPlan
+from fdp._placement.moves import Memo
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE, ALONE_IN_CALL, PeerCall, Peers
 from fdp._placement.plan import Plan, Step
@@ -136,7 +137,7 @@ class State:
         self.partition, self.pieces = plan.partition, plan.pieces
         self.places: Sequence[Slot] = plan.places
         self.columns: list[list[Any]] = list(map(list, repeat(values, len(plan.places))))
-        self.memo: dict[Any, Any] = {}
+        self.memo: Memo | None = None if plan.around.is_compiling else {}
         self.device = plan.partition.devices[0]
 
     def flat(self, plan: Plan) -> Flat:

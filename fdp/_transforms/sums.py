@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.moves import LARGE, accumulator, add, add_to
-from fdp._placement.packing import copy_or_packed, packed_copies
+from fdp._placement.packing import Packed, copy_or_packed, packed_copies
 from fdp._placement.transfers import Named
 from fdp._trees import torch_private
 from fdp._trees.registry import flattened
@@ -84,7 +84,7 @@ class Gradients:
         self._totals: list[Grad] = []
         self._homes: list[tuple[Tensor, Named, int]] = []  # what each sum belongs to, and where that stands
         self._is_own: list[bool] = []
-        self._packed: dict[Any, Tensor] = {}  # copies at home of gradients that are being added
+        self._packed: Packed = {}  # copies at home of gradients that are being added
         self._parts: list[list[Any] | None] = []  # of leaves whose gradients are not summed
 
     def _are_usual(self, grads: Sequence[Grad]) -> bool:
@@ -149,7 +149,7 @@ class Gradients:
                 number += 1
         self._packed = {}
 
-    def _brought_home(self, grads: Sequence[Grad]) -> dict[Any, Tensor]:
+    def _brought_home(self, grads: Sequence[Grad]) -> Packed:
         """Copies of small gradients that are elsewhere, if all belong to one device."""
         targets = {self._device or home.device for home, *_ in self._homes}
         away = [grad for grad in grads if grad is not None and grad.device not in targets]

@@ -4,6 +4,7 @@ A plan of a leaf holds no value. It is given the leaf of a call, or of another c
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, final
@@ -240,11 +241,15 @@ def kinds(plans: Sequence[LeafPlan], flat: Flat) -> Any:
     return str(flat.structure), str([plan.kind(leaf) for plan, leaf in zip(plans, flat.leaves, strict=True)])
 
 
+_moves, _is_needed_whole = operator.attrgetter("moves"), operator.attrgetter("is_needed_whole")
+
+
 def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo | None) -> None:
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    whole = [] if memo is None else [plan for plan in plans if plan.moves and plan.is_needed_whole]
+    moved = () if memo is None else filter(_moves, plans)
+    whole = list(filter(_is_needed_whole, moved))
     if memo is not None and len(whole) > 1:
         devices = whole[0].shares.devices
         packed = packed_copies([values[plan.index] for plan in whole], devices)

@@ -6,7 +6,8 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_device
-from fdp._placement.peers import Joined
+from fdp._placement.join import join
+from fdp._placement.peers import ALONE, Joined
 from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
 from fdp._placement.transfers import Transfer
@@ -168,7 +169,8 @@ class Joining(CallKind):
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
         run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
-        return [*begin(known), run, *end(known), Step(join_outputs, says("join outputs"))], None
+        joining = join_outputs if known.peers is ALONE else join_over_processes
+        return [*begin(known), run, *end(known), Step(joining, says("join outputs"))], None
 
     def outputs(
         self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
@@ -181,9 +183,16 @@ class Joining(CallKind):
 
 def join_outputs(plan: Plan, state: State) -> None:
     """What the shards have returned, weighted by their rows."""
-    sizes, outputs, peers, dims = state.partition.sizes, state.outputs, state.peers, state.kind.out_dims
+    sizes, outputs, kind = plan.sizes, state.outputs, state.kind
+    weights = sizes or (None if len(outputs) > 1 else (1,))
+    state.result = join(outputs, kind.out_dims, weights, kind.target or state.device, "out", state.where)
+
+
+def join_over_processes(plan: Plan, state: State) -> None:
+    """The same in all processes."""
+    sizes, outputs, peers = state.partition.sizes, state.outputs, state.peers
     if sizes is None:
-        joined = Joined(outputs, dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
+        joined = Joined(outputs, state.kind.out_dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
     else:
-        joined = Joined(outputs, dims, sizes, lambda: peers.rows(sum(sizes)), "out")
+        joined = Joined(outputs, state.kind.out_dims, sizes, lambda: peers.rows(sum(sizes)), "out")
     state.finish = peers.join(joined, state.kind.target or state.device, state.where)

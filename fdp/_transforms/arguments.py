@@ -51,7 +51,8 @@ def input_args(
 def star_args(args: tuple[Tree, ...], in_dims: Dims, kwargs: Mapping[str, Tree], kwarg_dims: Dims, where: str) -> Args:
     """The arguments of a function that was mapped."""
     by_name = dims_by_name(kwargs, kwarg_dims, where) if kwargs != {} or type(kwarg_dims) is dict else ()
-    return Args((*args, *kwargs.values()), (*star_dims(in_dims, len(args), where), *by_name), (*kwargs,))
+    dims = in_dims if type(in_dims) is tuple and len(in_dims) == len(args) else star_dims(in_dims, len(args), where)
+    return Args((*args, *kwargs.values()), (*dims, *by_name), (*kwargs,))
 
 
 def star_dims(in_dims: Dims, count: int, where: str) -> tuple[Dims, ...]:

@@ -39,7 +39,7 @@ def run(made: Callable[[], Call], where: str, devices: Devices, held: Iterable[T
     if peers is ALONE:
         plan, state = bind(made())
         take_steps(plan, state)
-        return state.finish()
+        return state.result if state.finish is None else state.finish()
     with peers.begins(where):
         plan, state = bind(made())
         _agree(plan, state)

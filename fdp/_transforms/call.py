@@ -116,7 +116,7 @@ class State:
         outputs: What each shard has returned.
         counts: What each shard counts in a loss, and `whole` says what all do.
         gradients: The sum of those of all shards so far; `aliases` are what their graph leads to.
-        result: What the call returns, or what makes it when the steps are taken.
+        result: What the call returns; or `finish` makes it when all processes have taken the steps.
     """
 
     of: Peers = ALONE
@@ -129,6 +129,7 @@ class State:
     gradients: Any = None
     aliases: Any = ()
     is_used = False
+    result: Any = None
     finish: Any = None
 
     def __init__(self, call: Call, plan: Plan, values: list[Any], structure: Any, given: Sequence[Tensor]) -> None:

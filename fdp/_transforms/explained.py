@@ -45,7 +45,7 @@ def explained(call: Call) -> Plan:
                 leaves = [fakes.of(leaf) for leaf in flat.leaves]
                 made, state = planned(own, flat._replace(leaves=leaves, specs=list(plan.specs)))
                 take_steps(made, state)
-                joined = state.finish()
+                joined = state.result
         except Exception as error:
             if not dry.has_failed and not isinstance(error, fakes.unknown):
                 raise

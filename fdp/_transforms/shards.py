@@ -6,6 +6,7 @@ slot: so its graph is gone before the next.
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
@@ -146,19 +147,14 @@ def differentiate_by_autograd(plan: Plan, state: State) -> None:
         slots = list(map(state.places.__getitem__, batch))
         met: list[Shard] = []
 
-        def take(_: int, shard: Shard, met: list[Shard] = met) -> None:
-            if shard.grads is None:
-                met.append(shard)
-            else:
-                _take(state, shard)
-
         tasks = list(map(partial, repeat(_differentiated), repeat(plan), repeat(state), shards))
+        take = partial(_take, state, met)
         run(tasks, slots, take, options.executor, state.seed, state.peers, lacks_slots=lacks_slots)
         if met:
             with _noting(slots):
                 backward(plan, state, met, state.peers.ends())
-            for shard in met:
-                _take(state, shard)
+            for i, shard in enumerate(met):
+                _take(state, [], i, shard)
 
 
 def _differentiated(plan: Plan, state: State, shard: Shard) -> Shard:
@@ -184,11 +180,15 @@ def differentiate_by_func(plan: Plan, state: State) -> None:
         with _noting(slots):
             run_these = partial(run_all, slots=slots, lacks_slots=lacks_slots, **how)
             transformed(state, shards, run_these, plan.around)
-        for shard in shards:
-            _take(state, shard)
+        for i, shard in enumerate(shards):
+            _take(state, [], i, shard)
 
 
-def _take(state: State, shard: Shard) -> None:
+def _take(state: State, met: list[Shard], _: int, shard: Shard) -> None:
+    """Add what has come of a shard; those without gradients have `met` others."""
+    if shard.grads is None:
+        met.append(shard)
+        return
     state.outputs[shard.index] = shard.loss, shard.aux
     state.is_used = state.is_used or not _NONE.issuperset(map(type, shard.grads))
     if profiler._is_profiler_enabled:
@@ -260,11 +260,12 @@ def join_losses(plan: Plan, state: State) -> None:
     """How the losses become one, and what else the shards have returned."""
     kind, counts, device = state.kind, state.counts, state.kind.target or state.device
     losses, auxes = zip(*state.outputs, strict=True)
-    if any(loss.device != device for loss in losses):
+    if not {device}.issuperset(map(_device, losses)):
         losses = [to_device(loss, device, "loss") for loss in losses]
-    value = mean(promoted(losses), counts.own) if kind.reduction == "mean" else total(promoted(losses))
+    losses = promoted(losses)
+    value = mean(losses, counts.own) if kind.reduction == "mean" else total(losses)
     aux = _aux_of(state, auxes).tree(device, state.where) if kind.has_aux else None
-    _finish(plan, state, lambda: (value, aux))
+    state.result = value, aux, _gradients(plan, state.gradients)
 
 
 def sum_over_processes(plan: Plan, state: State) -> None:
@@ -273,8 +274,9 @@ def sum_over_processes(plan: Plan, state: State) -> None:
     losses, auxes = zip(*state.outputs, strict=True) if state.outputs else ((), ())
     loss = Joined(promoted(losses) if losses else [], kind.reduction, counts.own, counts.whole, "loss")
     aux = _aux_of(state, auxes) if kind.has_aux else None
-    device = kind.target or state.device
-    _finish(plan, state, state.peers.reduce(loss, aux, state.gradients, state.aliases, device, state.where))
+    gradients, device = state.gradients, kind.target or state.device
+    found = state.peers.reduce(loss, aux, gradients, state.aliases, device, state.where)
+    state.finish = lambda: (*found(), _gradients(plan, gradients))
 
 
 def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:
@@ -288,12 +290,10 @@ def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:
     return Joined(auxes, dims, rows, whole, "aux", hint)
 
 
-def _finish(plan: Plan, state: State, found: Callable[[], tuple[Tensor, Tree]]) -> None:
-    gradients, structures = state.gradients, plan.gradients.structures
+def _gradients(plan: Plan, gradients: Gradients) -> list[Tree]:
+    """Those of each argument."""
+    each = iter(gradients.finish())
+    return [own.unflatten(islice(each, own.num_leaves)) for own in plan.gradients.structures]
 
-    def finish() -> tuple[Tensor, Tree, list[Tree]]:
-        value, aux = found()
-        grads = iter(gradients.finish())
-        return value, aux, [own.unflatten(islice(grads, own.num_leaves)) for own in structures]
 
-    state.finish = finish
+_device: Any = operator.attrgetter("device")

@@ -97,7 +97,7 @@ class Gradients:
         """Add the gradients of a shard, None where it has none; `column` has its leaves. The list is emptied."""
         if self._used is not None:
             self._used = [n + (grad is not None) for n, grad in zip(self._used, grads, strict=True)]
-        if not (self._is_usual and self._are_usual(grads)):
+        if not self._is_usual or not self._are_usual(grads):
             self._begin_each()
             self._add_each(shard, grads, column)
             return

@@ -11,6 +11,7 @@ import fdp
 from tests.common.threads import within
 
 SLOTS = 3
+LIMIT = 60.0  # seconds, of which a call takes few: the first one loads parts of torch
 DEVICES = fdp.virtual_devices(SLOTS)
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "psum": fdp.psum,
@@ -34,7 +35,7 @@ class OddError(Exception):
 
 def works(executor: Any) -> None:
     """The next call does, forward and backward."""
-    within(20, lambda: _works(executor))
+    within(LIMIT, lambda: _works(executor))
 
 
 def _works(executor: Any) -> None:
@@ -52,7 +53,7 @@ def call(fn: Callable[[int, Tensor], Any], executor: Any, **options: Any) -> Any
         return fn(fdp.axis_index(), w * x)
 
     w, x = torch.ones((), requires_grad=True), torch.ones(SLOTS, 3, 2)
-    return within(20, lambda: fdp.dp_apply(body, w, x, DEVICES, executor=executor, out_dims="list", **options))
+    return within(LIMIT, lambda: fdp.dp_apply(body, w, x, DEVICES, executor=executor, out_dims="list", **options))
 
 
 def argument(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import EXECUTORS, each_executor
-from tests.collectives.faults import DEVICES, SLOTS, OddError, argument, call, works
+from tests.collectives.faults import DEVICES, LIMIT, SLOTS, OddError, argument, call, works
 from tests.common.depth import few
 from tests.common.threads import many_cores, side_by_side, wake_workers, within
 
@@ -51,7 +51,7 @@ def test_no_thread_is_left_over(fault: str, executor: Any):
     def once() -> None:
         with contextlib.suppress(OddError, RuntimeError, ValueError, ZeroDivisionError, KeyboardInterrupt):
             outs = call(fn, executor)
-            within(20, torch.stack([out.sum() for out in outs]).sum().backward)
+            within(LIMIT, torch.stack([out.sum() for out in outs]).sum().backward)
 
     once()
     before = threading.active_count()

@@ -102,14 +102,16 @@ def test_a_block_that_calls_others_when_it_is_computed_again():
         out.sum().backward()
 
 
+@each_executor
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_without_the_context_the_error_says_what_to_write(slots: int):
+def test_without_the_context_the_error_says_what_to_write(slots: int, reentrant: bool, executor: Any):
     def fn(w: Tensor, x: Tensor) -> Tensor:
-        return checkpoint(lambda h: h.sin() * fdp.psum(h.sum()), w * x, use_reentrant=False)
+        return checkpoint(centred, w, x, use_reentrant=reentrant, preserve_rng_state=False)
 
-    w = W.clone().requires_grad_()
-    out = fdp.dp_apply(fn, w, X, fdp.virtual_devices(slots))
-    with pytest.raises(RuntimeError, match=r"psum: this code runs in a backward.*context_fn=fdp\.checkpoint_context"):
+    out = fdp.dp_apply(fn, W.clone().requires_grad_(), X, fdp.virtual_devices(slots), executor=executor)
+    says = r"^p\w+: this code runs in a backward.*use_reentrant=False.*context_fn=fdp\.checkpoint_context"
+    with pytest.raises(RuntimeError, match=says):
         out.sum().backward()
 
 
@@ -269,16 +271,6 @@ def test_side_by_side_the_state_of_the_generator_is_not_looked_at():
         RuntimeError, match=r"^executor='threads': the function calls torch\.get_rng_state.*preserve_rng"
     ):
         call(W, X)
-
-
-@each_executor
-def test_the_reentrant_kind_says_so(executor: Any):
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return checkpoint(centred, w, x, use_reentrant=True, preserve_rng_state=False)
-
-    out = fdp.dp_apply(fn, W.clone().requires_grad_(), X, TWO, executor=executor)
-    with pytest.raises(RuntimeError, match=r"^p\w+: this code runs in a backward.*use_reentrant=False"):
-        out.sum().backward()
 
 
 @each_executor

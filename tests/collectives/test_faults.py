@@ -10,7 +10,18 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import each_executor
-from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, each_name, each_slot, works
+from tests.collectives.faults import (
+    COLLECTIVES,
+    DEVICES,
+    LIMIT,
+    SLOTS,
+    OddError,
+    argument,
+    call,
+    each_name,
+    each_slot,
+    works,
+)
 from tests.common.depth import few
 from tests.common.threads import within
 
@@ -163,6 +174,6 @@ def test_other_calls(first: str, slot: int, executor: Any):
         "microbatches": lambda: fdp.value_and_grad(fn, microbatches=2, **options)(w, x),
     }
     with pytest.raises(OddError, match=r"^wrong") as caught:
-        within(20, calls[first])
+        within(LIMIT, calls[first])
     assert caught.value is error
     works(executor)

@@ -10,7 +10,18 @@ from torch import Tensor
 
 import fdp
 from tests.collectives.cases import each_executor
-from tests.collectives.faults import COLLECTIVES, DEVICES, SLOTS, OddError, argument, call, each_name, each_slot, works
+from tests.collectives.faults import (
+    COLLECTIVES,
+    DEVICES,
+    LIMIT,
+    SLOTS,
+    OddError,
+    argument,
+    call,
+    each_name,
+    each_slot,
+    works,
+)
 from tests.common.depth import few
 from tests.common.threads import within
 
@@ -39,7 +50,7 @@ def test_one_raises_in_an_outside_backward(kind: type[BaseException], name: str,
     outs = call(fn, executor)
     total = torch.stack([out.sum() for out in outs]).sum()
     with pytest.raises(kind, match=r"^wrong") as caught:
-        within(20, total.backward)
+        within(LIMIT, total.backward)
     assert caught.value is raised[-1]
     works(executor)
 
@@ -164,7 +175,7 @@ def test_in_a_hook_is_refused(name: str, how: str, executor: Any):
             torch.ones(()), torch.ones(SLOTS, 3, 2)
         )
     with pytest.raises(RuntimeError, match=f"^{name}: this code runs in a backward.*fdp.checkpoint_context"):
-        within(20, run)
+        within(LIMIT, run)
     works(executor)
 
 
@@ -185,10 +196,10 @@ def test_a_second_backward_after_one_that_failed(executor: Any):
     total = torch.stack([out.sum() for out in outs]).sum()
     for _ in range(2):
         with pytest.raises(OddError, match="wrong"):
-            within(20, lambda: total.backward(retain_graph=True))
+            within(LIMIT, lambda: total.backward(retain_graph=True))
     fails[0] = False
-    within(20, lambda: total.backward(retain_graph=True))
-    within(20, total.backward)
+    within(LIMIT, lambda: total.backward(retain_graph=True))
+    within(LIMIT, total.backward)
     works(executor)
 
 

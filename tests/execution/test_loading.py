@@ -253,11 +253,6 @@ def test_a_batch_is_a_tree_like_a_sample(kind: str):
     assert_same_tree(list(loader), [batch(BATCHES[3])])
 
 
-def test_what_a_collate_fn_returns_is_left_as_it_is():
-    found = list(BATCHES.loader(range(23), steps=1, collate_fn=lambda samples: [samples, "batch"]))
-    assert found == [[BATCHES[0].tolist(), "batch"]]
-
-
 @pytest.mark.parametrize(
     ("sample", "note"),
     [

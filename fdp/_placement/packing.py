@@ -166,4 +166,5 @@ def _may_travel(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN or (tensor.requires_grad and torch.is_grad_enabled()):
         return False
     is_small = tensor.layout is torch.strided and not tensor.is_nested and 0 < tensor.nbytes < _SMALL
-    return is_small and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    is_odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return is_small and not is_odd and tensor.is_contiguous()

@@ -6,7 +6,6 @@ slot: so its graph is gone before the next.
 
 import contextlib
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
@@ -260,7 +259,7 @@ def join_losses(plan: Plan, state: State) -> None:
     """How the losses become one, and what else the shards have returned."""
     kind, counts, device = state.kind, state.counts, state.kind.target or state.device
     losses, auxes = zip(*state.outputs, strict=True)
-    if not {device}.issuperset(map(_device, losses)):
+    if {device} != {loss.device for loss in losses}:
         losses = [to_device(loss, device, "loss") for loss in losses]
     losses = promoted(losses)
     value = mean(losses, counts.own) if kind.reduction == "mean" else total(losses)
@@ -294,6 +293,3 @@ def _gradients(plan: Plan, gradients: Gradients) -> list[Tree]:
     """Those of each argument."""
     each = iter(gradients.finish())
     return [own.unflatten(islice(each, own.num_leaves)) for own in plan.gradients.structures]
-
-
-_device: Any = operator.attrgetter("device")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fdp._placement.check_outputs import Column, Weights, are_alike, differing_integers, must_agree, problem_of
-from fdp._placement.moves import accumulator, concat, is_inexact, to_device, total
+from fdp._placement.moves import Memo, accumulator, concat, is_inexact, to_device, total
 from fdp._placement.packing import Packed, copy_or_packed, packed_copies
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
@@ -50,6 +50,7 @@ def join(
         away = [x for x, spec in each if isinstance(x, torch.Tensor) and spec is not None and not must_agree(x, spec)]
     packed = packed_copies(away, [device]) if len(away) > 1 else {}
     joined: dict[Any, Any] = {}
+    memo: Memo = {}
     for i, column in enumerate(zip(*[flat.leaves for flat in flats], strict=True)):
         spec = first.specs[i]
         key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
@@ -58,7 +59,7 @@ def join(
             if is_compiling or type(spec) is not int or not are_alike(column, spec):
                 problem = problem_of(column, spec, weights)
             try:
-                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed)
+                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed, memo)
             except RuntimeError:  # of their shapes
                 joined[key] = problem = problem_of(column, spec, weights)
                 if problem is None:
@@ -83,7 +84,14 @@ def resolve_specs(flat: Flat) -> None:
 
 
 def _join_leaf(
-    column: Column, spec: Any, weights: Weights, device: torch.device, flat: Flat, index: int, packed: Packed
+    column: Column,
+    spec: Any,
+    weights: Weights,
+    device: torch.device,
+    flat: Flat,
+    index: int,
+    packed: Packed,
+    memo: Memo,
 ) -> Any:
     if spec == "items":
         name, memo = flat.path(index), {}
@@ -95,7 +103,7 @@ def _join_leaf(
         column = [
             value
             if not isinstance(value, torch.Tensor) or value.device == device
-            else copy_or_packed(value, device, flat, index, packed)
+            else _copied(value, device, flat, index, packed, memo)
             for value in column
         ]
     if spec == "list":
@@ -105,6 +113,18 @@ def _join_leaf(
     if isinstance(spec, int):
         return concat(column, spec)
     return mean(column, weights) if spec == "mean" else _REDUCTIONS[spec](column)
+
+
+def _copied(
+    value: torch.Tensor, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
+) -> torch.Tensor:
+    """A copy of what is elsewhere. What several slots of a device have returned is copied once."""
+    if torch.compiler.is_compiling():  # an id would become a guard on this very tensor
+        return copy_or_packed(value, device, flat, index, {})
+    key = id(value), device
+    if key not in memo:
+        memo[key] = copy_or_packed(value, device, flat, index, packed)
+    return memo[key]
 
 
 def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:

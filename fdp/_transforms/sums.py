@@ -134,19 +134,20 @@ class Gradients:
         self._totals = self._totals or [None] * len(self._homes)
 
     def _add_each(self, shard: int, grads: list[Grad], column: Sequence[Any]) -> None:
-        self._packed = self._brought_home(grads) if len(grads) > 1 else {}
-        number, grads[:] = 0, grads[::-1]
+        whole: list[Grad] = []
+        grads.reverse()
         for i, leaf in enumerate(self._own.leaves):
-            parts, value = self._parts[i], column[leaf.index]
-            if parts is not None:
-                leaves, structure = flattened(value, "an argument")
-                parts[shard] = structure.unflatten([_filled(grads.pop(), part) for part in leaves])
+            parts = self._parts[i]
+            if parts is None:
+                whole += [grads.pop() for _ in leaf.summed(self._values[i]) or ()]
                 continue
-            for _ in leaf.summed(self._values[i]) or ():
-                grad = grads.pop()
-                if grad is not None:
-                    self._add_one(number, grad)
-                number += 1
+            leaves, structure = flattened(column[leaf.index], "an argument")
+            parts[shard] = structure.unflatten([_filled(grads.pop(), part) for part in leaves])
+        self._packed = self._brought_home(whole) if len(whole) > 1 else {}
+        for number in range(len(whole)):
+            grad, whole[number] = whole[number], None  # let go when it is added
+            if grad is not None:
+                self._add_one(number, grad)
         self._packed = {}
 
     def _brought_home(self, grads: Sequence[Grad]) -> Packed:

@@ -76,7 +76,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     "devices second": (lambda: ANY.value_and_grad(loss, SLOTS), r"Devices are given by name: devices=..."),
     "rows that are a list": (
         lambda: fdp.dp_apply(lambda _, xs: xs, None, [torch.ones(n) for n in range(9)], SLOTS),
-        r"inputs\[3\] has 3 along dim 0, 5 more. Pass None .* is split by the spec 'items'",
+        r"inputs\[3\] has 3 along dim 0, 5 more. Pass None .* 'items' for a list whose elements are rows",
     ),
     "a GPU that is not here": (
         lambda: fdp.scatter(X, ["cuda:77"]),

@@ -230,6 +230,8 @@ def test_l13_one_device(pools: dict[int, Pool], layout: Layout, case: Case):
     case = case._replace(program=(), dims=(0, "sum", "sum", "max"), seed=None)
     same = {gradient_step: case._replace(microbatches=1, dims=(0, *["list"] * 3)), mapped_step: case}
     for program, own in same.items():
+        if program is mapped_step and 0 in layout.rows:
+            continue  # gradients around a call need rows in every process
         try:
             whole = alone(program, Layout((1,), (sum(layout.rows),)), own)
         except ValueError as error:

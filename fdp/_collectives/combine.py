@@ -36,7 +36,7 @@ def combined(
     operation, reached = values[0][0], [[True] * len(tensors) for _, tensors, _ in values]
     if values[0][2] is not None:
         everybody = run.peers.everywhere([given for *_, given in values], operation.name)
-        columns, before = [operation.reached(each) for each in zip(*everybody, strict=True)], run.peers.slots_before()
+        columns, before = [operation.reached(each) for each in zip(*everybody, strict=True)], run.first
         reached = [[column[before + i] for column in columns] for i in range(len(values))]
     rows = [tensors for _, tensors, _ in values]
     has_graph = run.depth > 0 or run.level >= 0 or run.peers.has_others()

@@ -33,7 +33,7 @@ def enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:
         torch_private.set_multithreading_enabled(False)
         if slot.device.type == "cpu" and not watches and not profiler._is_profiler_enabled:
             return call()
-        with _current_device(slot.device), stage("shard", slot.index):
+        with _current_device(slot.device), stage("shard", slot.here):
             for watch in watches:
                 watch.on_shard(slot, "before")
             result = call()

@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], peers: PeerCall) -> None:
         self.tasks, self.slots, self.peers = tasks, slots, peers
-        self.count, self.first = len(slots), slots[0].index
+        self.count = len(slots)
         self.process, self.caller = os.getpid(), threading.get_ident()
         self.depth = torch_private.depth() if torch_private.is_transformed() else 0
         self.level = torch_private.forward_level()
@@ -48,6 +48,11 @@ class Run:
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, str] = {}
         self.met: dict[Any, int] = {}  # how many gradients inside each place has come to: see `_collectives.levels`
+
+    @property
+    def first(self) -> int:
+        """The number of its first slot."""
+        return self.slots[0].index
 
     def meet(self, key: Any, index: int, come: Callable[[Any], Callable[[], bool]], make: Callable[[], Any]) -> Any:
         """Slot `index` comes to the meeting with that key, and waits until it is over. `make` makes it for the first.

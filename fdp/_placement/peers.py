@@ -25,15 +25,11 @@ Say = Callable[[], str]
 
 
 class Joined(NamedTuple):
-    """What the shards of this process have returned, and how it becomes one tree: see `join`.
-
-    `whole` is the sum of the weights over all processes.
-    """
+    """What the shards of this process have returned, and how it becomes one tree: see `join`."""
 
     shards: Sequence[Tree]
     dims: Dims
     weights: Sequence[float] | None
-    whole: Callable[[], float]
     name: str
     hint: str = ""
 
@@ -48,40 +44,27 @@ class Summed(Protocol):
     sent_as: torch.dtype | None
 
     def sums(self) -> list[Tensor]: ...
-    def ours(self) -> list[bool]: ...
     def replace_sums(self, sums: Sequence[Tensor]) -> None: ...
 
 
 class PeerCall:
     """What processes do together in one call."""
 
-    def part(self) -> contextlib.AbstractContextManager[object]:
-        """As a context: around what this process does by itself. If that fails, the others fail too."""
-        return NOTHING
-
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         """The places of the shards of this process, counted over all."""
         return own
-
-    def slots_before(self) -> int:
-        """How many slots the processes before this one have."""
-        return 0
 
     def has_others(self) -> bool:
         """Whether other processes have shards."""
         return False
 
-    def slots(self, own: int) -> int:
-        """How many slots there are, of which this process has so many."""
-        return own
-
     def rows(self, own: int) -> float:
         """How many rows there are."""
         return own
 
-    def total(self, number: float, name: str) -> float:
-        """The sum over all processes."""
-        return number
+    def whole(self, own: float, *, counts: bool) -> float:
+        """What the shares of a loss are parts of, of which this process has so much: rows, or what it `counts`."""
+        return own
 
     def enter(self) -> None:
         """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
@@ -100,14 +83,13 @@ class PeerCall:
         """
         return []
 
-    def tie(self, tree: Tree) -> Tree:
-        """What comes out, if not by `join` or `reduce`: a backward from it comes to all collectives."""
+    def stay(self, tree: Tree) -> Tree:
+        """End a call whose results stay on their slots."""
         return tree
 
-    def join(self, out: Joined, device: torch.device, where: str) -> Callable[[], Tree]:
-        """Agree on the end of a call; outside of the context the result says what it returns."""
-        tree = out.tree(device, where)
-        return lambda: tree
+    def join(self, out: Joined, device: torch.device, where: str) -> Tree:
+        """End a call whose results become one tree."""
+        return out.tree(device, where)
 
     def reduce(
         self,
@@ -117,10 +99,9 @@ class PeerCall:
         aliases: Sequence[Tensor],
         device: torch.device,
         where: str,
-    ) -> Callable[[], tuple[Tensor, Tree]]:
+    ) -> tuple[Tensor, Tree]:
         """`join` for a loss and its aux; `gradients` become those of all processes. `aliases` stand for arguments."""
-        found = loss.tree(device, where), None if aux is None else aux.tree(device, where)
-        return lambda: found
+        return loss.tree(device, where), None if aux is None else aux.tree(device, where)
 
     # What slots do together, while they run.
 
@@ -145,7 +126,7 @@ class Peers:
     elsewhere: str = "on a mesh"
 
     def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
-        """Around the beginning of a call: what fails before it has begun in all processes fails in all."""
+        """Around a call: what fails in it fails in all processes."""
         return NOTHING
 
     def check(self, where: str) -> None:

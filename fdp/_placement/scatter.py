@@ -104,5 +104,5 @@ def gather(
         own = sharded.sizes
         shares = own if weights is None else check_weights(weights, len(sharded), "gather", whole=False)
         target = sharded.devices[0] if device is None else as_device(device, "gather")
-        out = Joined(sharded.shards, dims, shares, lambda: sum(shares or ()), "shard")
+        out = Joined(sharded.shards, dims, shares, "shard")
         return sharded.peers.gather(out, target, across=across)

@@ -22,6 +22,16 @@ class Slot:
     axis_name: str
     piece: int | None = None
 
+    @property
+    def here(self) -> int:
+        """Its number in this process."""
+        return self.index
+
+    @property
+    def at_most(self) -> int:
+        """How many there are at most, which other processes are not asked."""
+        return self.count
+
     def __str__(self) -> str:
         piece = "" if self.piece is None else f", microbatch {self.piece}"
         rows = "" if self.rows is None else f", rows {self.rows.start}:{self.rows.stop}"

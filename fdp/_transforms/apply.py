@@ -192,7 +192,7 @@ def join_over_processes(plan: Plan, state: State) -> None:
     """The same in all processes."""
     sizes, outputs, peers = state.partition.sizes, state.outputs, state.peers
     if sizes is None:
-        joined = Joined(outputs, state.kind.out_dims, None if len(outputs) > 1 else (1,), lambda: 1, "out")
+        joined = Joined(outputs, state.kind.out_dims, None if len(outputs) > 1 else (1,), "out")
     else:
-        joined = Joined(outputs, state.kind.out_dims, sizes, lambda: peers.rows(sum(sizes)), "out")
-    state.finish = peers.join(joined, state.kind.target or state.device, state.where)
+        joined = Joined(outputs, state.kind.out_dims, sizes, "out")
+    state.result = peers.join(joined, state.kind.target or state.device, state.where)

@@ -39,13 +39,12 @@ def run(made: Callable[[], Call], where: str, devices: Devices, held: Iterable[T
     if peers is ALONE:
         plan, state = bind(made())
         take_steps(plan, state)
-        return state.result if state.finish is None else state.finish()
+        return state.result
     with peers.begins(where):
         plan, state = bind(made())
         _agree(plan, state)
-        with state.peers.part():
-            take_steps(plan, state)
-        return state.finish()
+        take_steps(plan, state)
+        return state.result
 
 
 def bind(call: Call) -> tuple[Plan, State]:

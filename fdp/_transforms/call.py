@@ -116,7 +116,7 @@ class State:
         outputs: What each shard has returned.
         counts: What each shard counts in a loss, and `whole` says what all do.
         gradients: The sum of those of all shards so far; `aliases` are what their graph leads to.
-        result: What the call returns; or `finish` makes it when all processes have taken the steps.
+        result: What the call returns.
     """
 
     of: Peers = ALONE
@@ -130,7 +130,6 @@ class State:
     aliases: Any = ()
     is_used = False
     result: Any = None
-    finish: Any = None
 
     def __init__(self, call: Call, plan: Plan, values: list[Any], structure: Any, given: Sequence[Tensor]) -> None:
         self.call, self.fn, self.where, self.kind = call, call.fn, call.options.where, call.kind

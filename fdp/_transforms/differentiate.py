@@ -142,6 +142,9 @@ class Differentiation(CallKind):
 
     def begin(self, peers: Peers, plan: Plan, flats: Sequence[Flat], where: str, same: dict[str, Any]) -> Begun:
         same |= {"argnums": self.argnums, "reduction": self.reduction, "counts": self.count is not None}
+        code = getattr(self.fn, "__code__", None)
+        same["function"] = getattr(self.fn, "__qualname__", type(self.fn).__name__), code and code.co_firstlineno
+        same |= {"has_aux": self.has_aux, "create_graph": self.create_graph}
         same |= {"aux_weight": self.aux_weight, "reduce_dtype": self.reduce_dtype}
         return super().begin(peers, plan, flats, where, same)
 

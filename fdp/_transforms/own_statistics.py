@@ -43,7 +43,7 @@ def say_own(module: nn.Module) -> None:
     found = differences()
     if found is None and id(module) in _SAID:
         return
-    count = max((axis.slot.count for axis in AXES.get()), default=1)
+    count = max((axis.slot.at_most for axis in AXES.get()), default=1)
     if count < 2:
         return
     if found is not None:

@@ -123,7 +123,7 @@ def place_own(plan: Plan, state: State) -> None:
 def leave_there(plan: Plan, state: State) -> None:
     """What came out on each slot."""
     peers, outputs, own = state.peers, state.outputs, (state.pieces.devices, state.of)
-    state.finish = lambda: Sharded(tuple(peers.tie(outputs)), own[0], peers=own[1])
+    state.result = Sharded(tuple(peers.stay(outputs)), own[0], peers=own[1])
 
 
 def _check_plain(flat: Flat) -> None:

@@ -62,7 +62,7 @@ def count_rows(plan: Plan, state: State) -> None:
         raise ValueError(f"{where}: the rows of the shards are not known; pass count, or reduction='sum'")
 
     def rows() -> float:
-        whole = 1 if sizes is None else peers.rows(sum(sizes))
+        whole = 1 if sizes is None else peers.whole(sum(sizes), counts=False)
         if whole == 0:
             raise ValueError(f"{where}: there are no rows, and the mean over zero rows is not defined")
         return whole
@@ -79,10 +79,17 @@ def ask_count(plan: Plan, state: State) -> None:
     own = run_all(tasks, state.places, peers=state.peers)
     if not all(math.isfinite(weight) and weight >= 0 for weight in own):
         raise ValueError(f"{where}: count must return a finite number that is not negative, got {own}")
-    whole = state.peers.total(sum(own), f"count of {where}")
-    if whole == 0:
-        raise ValueError(f"{where}: count is zero on all shards, and the mean over nothing is not defined")
-    state.counts = Counts(own, lambda: whole)
+    peers = state.peers
+
+    def whole() -> float:
+        found = peers.whole(sum(own), counts=True)
+        if found == 0:
+            raise ValueError(f"{where}: count is zero on all shards, and the mean over nothing is not defined")
+        return found
+
+    state.counts = Counts(own, whole)
+    if sum(own) == 0:
+        whole()
 
 
 def _count_of(plan: Plan, state: State, i: int) -> float:
@@ -271,22 +278,22 @@ def sum_over_processes(plan: Plan, state: State) -> None:
     """The same over all processes."""
     kind, counts = state.kind, state.counts
     losses, auxes = zip(*state.outputs, strict=True) if state.outputs else ((), ())
-    loss = Joined(promoted(losses) if losses else [], kind.reduction, counts.own, counts.whole, "loss")
+    loss = Joined(promoted(losses) if losses else [], kind.reduction, counts.own, "loss")
     aux = _aux_of(state, auxes) if kind.has_aux else None
     gradients, device = state.gradients, kind.target or state.device
-    found = state.peers.reduce(loss, aux, gradients, state.aliases, device, state.where)
-    state.finish = lambda: (*found(), _gradients(plan, gradients))
+    value, rest = state.peers.reduce(loss, aux, gradients, state.aliases, device, state.where)
+    state.result = value, rest, _gradients(plan, gradients)
 
 
 def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:
-    kind, counts, sizes, peers = state.kind, state.counts, state.pieces.sizes, state.peers
-    rows, whole, hint = sizes, lambda: peers.rows(sum(sizes or ())), ""
+    kind, counts = state.kind, state.counts
+    rows, hint = state.pieces.sizes, ""
     if kind.aux_weight == "count" or (kind.count is None and kind.reduction == "mean"):
-        rows, whole = counts.own, counts.whole
+        rows = counts.own
     if rows is None:
         hint = "aux_dims says how each leaf is joined; aux_weight='count' weights it as the loss is"
     dims = dims_of(auxes[0] if auxes else None, kind.aux_dims, state.where)
-    return Joined(auxes, dims, rows, whole, "aux", hint)
+    return Joined(auxes, dims, rows, "aux", hint)
 
 
 def _gradients(plan: Plan, gradients: Gradients) -> list[Tree]:

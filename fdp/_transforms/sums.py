@@ -177,16 +177,12 @@ class Gradients:
         found = [total for total in self._totals if total is not None]
         return found if self._used is None else [*found, found[0].new_tensor(self._used, dtype=torch.float32)]
 
-    def ours(self) -> list[bool]:
-        """Which of them nobody else refers to, so that they may be written to."""
-        own = self._is_own if self._parts else [self._added > 1] * len(self._totals)
-        return own if self._used is None else [*own, False]
-
     def replace_sums(self, sums: Sequence[Tensor]) -> None:
         """Put others in their place."""
         if self._used is not None:
             *sums, used = sums
-            self._used = used.tolist()
+            if not all(self._used):  # else it is known: to read it would wait for the device
+                self._used = used.tolist()
         self._totals[:] = sums
         if not (self._is_usual and self._are_usual(self._totals)):
             self._begin_each()

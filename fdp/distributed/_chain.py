@@ -16,8 +16,10 @@ from torch import Tensor
 from fdp._collectives.operations import Extreme, Operation
 from fdp._placement.peers import Say
 from fdp._trees import torch_private
-from fdp.distributed._agreement import Agreement
+from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._exchange import meet, objects, same_of
 from fdp.distributed._reduce import over_processes
+from fdp.distributed._table import Table
 
 Grad = Tensor | None
 
@@ -89,7 +91,9 @@ class Chain:
 class Link:
     """An exchange of a call, with so many slots of this process. Its gradients have its key, and another `order`."""
 
-    call: Agreement
+    epoch: Epoch
+    table: Table
+    call: int
     operation: Operation
     slots: int
     key: Hashable
@@ -102,9 +106,10 @@ class Link:
         If no process needs a gradient, the token stays.
         """
         name, grad_mode = self.operation.name, torch.is_grad_enabled()
-        tag = self.call.numbered(name, (self.key, self.order), lambda: f"{self.say()}\nderivative {self.order}")
+        same = same_of((self.call, self.key, self.order))
+        tag = Tag(name, same, lambda: f"call {self.call}\n{self.say()}\nderivative {self.order}")
         needs = grad_mode and any(x.requires_grad for x in tensors)
-        table = self.call.meets(tag, [needs, grad_mode, given is None or all(given)])
+        table = meet(self.epoch, tag, [needs, grad_mode, given is None or all(given)])
         reached = [True] * len(tensors)
         if given is not None and not all(all_given for *_, all_given in table):
             is_any, reached = self._reached(given)
@@ -130,7 +135,7 @@ class Link:
     def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What becomes of tensors without a graph; no two results share memory."""
         found, seen = [], set[int]()
-        for made in over_processes(self.operation, self.columns(tensors), self.call):
+        for made in over_processes(self.operation, self.columns(tensors), self.epoch, self.table):
             for x in made:
                 found.append(x.clone() if id(x) in seen else x)
                 seen.add(id(x))
@@ -141,11 +146,10 @@ class Link:
 
     def _reached(self, given: Sequence[bool]) -> tuple[bool, list[bool]]:
         """Whether any result, of all processes, is made of what is given, and which of this process are."""
-        assert self.call.session is not None
         own = list(zip(*self.columns(given), strict=True))  # for each slot
-        rows = [row for each in self.call.session.comm.objects(own, self.operation.name) for row in each]
+        rows = [row for each in objects(self.epoch, own, self.operation.name) for row in each]
         columns = [self.operation.reached(column) for column in zip(*rows, strict=True)]
-        first = self.call.table.before[0]
+        first = self.table.before[0]
         return any(map(any, columns)), [x for column in columns for x in column[first : first + self.slots]]
 
 

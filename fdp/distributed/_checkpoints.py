@@ -18,8 +18,9 @@ from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import CheckpointFiles
+from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._exchange import meet, objects, share
 from fdp.distributed._portable import check, data_of, outline, pack, room_for, unpack
-from fdp.distributed._session import Tag, meet
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
@@ -92,19 +93,17 @@ class Checkpoints:
             OSError: Process 0 could not write this state, or an earlier one with `wait=False` (then this one is not
                 saved either). The files before it are as they were. In the other processes a RuntimeError.
         """
-        comm = self._wire()
-        with _together(comm, "Checkpoints.save", self._directory):
+        with self._call("Checkpoints.save") as epoch:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"Checkpoints.save: step must be an int from 0 on, got {step!r}")
             if not isinstance(wait, bool):
                 raise TypeError(f"Checkpoints.save: wait must be True or False, got {wait!r}")
             _wait_for(self._directory)
             own = step, _generator_states()
-        everybody = _from_all(comm, own, "Checkpoints.save")
-        if len({other for other, _ in everybody}) > 1:
-            raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
-        with _together(comm, "Checkpoints.save", self._directory):
-            if _is_first(comm):
+            everybody = [own] if epoch is None else objects(epoch, own, "Checkpoints.save")
+            if len({other for other, _ in everybody}) > 1:
+                raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
+            if _is_first(epoch):
                 self._write(step, tree, [states for _, states in everybody], wait)
 
     def _write(self, step: int, tree: Tree, generators: list[Any], wait: bool) -> None:
@@ -131,7 +130,7 @@ class Checkpoints:
         Raises:
             OSError: Process 0 could not write it. In the other processes a RuntimeError.
         """
-        with _together(self._wire(), "Checkpoints.wait", self._directory):
+        with self._call("Checkpoints.wait"):
             _wait_for(self._directory)
 
     def restore(self, like: Tree | None = None) -> tuple[int, Tree] | None:
@@ -155,31 +154,34 @@ class Checkpoints:
             OSError: Process 0 could not read, or not write an earlier state with `wait=False`. In the others a
                 RuntimeError.
         """
-        comm = self._wire()
-        state = None
-        with _together(comm, "Checkpoints.restore", self._directory):
+        with self._call("Checkpoints.restore") as epoch:
             _wait_for(self._directory)
-            if _is_first(comm):
-                state = self._files.newest()
-                if state is not None and state.get("format") != _FORMAT:
-                    raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
-        if comm is not None:
-            state = _from_first(comm, state, like)
-        if state is None:
-            return None
-        with _together(comm, "Checkpoints.restore"):
+            state = self._files.newest() if _is_first(epoch) else None
+            if state is not None and state.get("format") != _FORMAT:
+                raise ValueError(f"Checkpoints.restore: expected format {_FORMAT}, found {state.get('format')!r}")
+            if epoch is not None:
+                state = _from_first(epoch, state, like)
+            if state is None:
+                return None
             tree = unpack(state, like, "Checkpoints.restore")
-        _set_generators(state["generators"], comm)
+            _set_generators(state["generators"], epoch)
         return state["step"], tree
 
-    def _wire(self) -> Any:
+    @contextlib.contextmanager
+    def _call(self, where: str) -> Iterator[Epoch | None]:
+        """Around a call: what fails in one process fails in all."""
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError("Checkpoints: there are several processes; pass mesh=, so that one of them writes")
-        processes = None if self._mesh is None else self._mesh.processes
-        if processes is None:
-            return None
-        processes.check("Checkpoints")
-        return processes.comm
+        peers = None if self._mesh is None else self._mesh.processes
+        with contextlib.nullcontext() if peers is None else peers.begins(where):
+            epoch = None if peers is None else peers.world.epoch
+            try:
+                yield epoch
+            except BaseException as error:
+                error.add_note(f"{where}: in {self._directory}")
+                raise
+            if epoch is not None:
+                meet(epoch, Tag(f"the end of {where}"))
 
 
 def _begin(files: CheckpointFiles, step: int, state: Any) -> None:
@@ -220,41 +222,20 @@ def _wait_for(directory: Path) -> None:
         written.result()
 
 
-@contextlib.contextmanager
-def _together(comm: Any, where: str, directory: Path | None = None) -> Iterator[None]:
-    """Meet the other processes at the end: what fails in one fails in all."""
-    try:
-        yield
-    except BaseException as error:
-        if directory is not None:
-            error.add_note(f"{where}: in {directory}")
-        if comm is not None:
-            with contextlib.suppress(RuntimeError):  # those who have gone miss this process without being told
-                meet(comm, Tag(where), failure=error)()
-        raise
-    if comm is not None:
-        meet(comm, Tag(where))()
+def _is_first(epoch: Epoch | None) -> bool:
+    return epoch is None or epoch.rank == 0
 
 
-def _is_first(comm: Any) -> bool:
-    return comm is None or comm.rank == comm.ranks[0]
-
-
-def _from_all(comm: Any, value: Any, where: str) -> list[Any]:
-    return [value] if comm is None else comm.objects(value, where)
-
-
-def _from_first(comm: Any, state: Any, like: Tree | None) -> Any:
+def _from_first(epoch: Epoch, state: Any, like: Tree | None) -> Any:
     """The state that process 0 has read, in all: nodes need not share a file system."""
-    said = comm.objects(None if state is None else outline(state), "Checkpoints.restore")[0]
+    said = objects(epoch, None if state is None else outline(state), "Checkpoints.restore")[0]
     if said is None:
         return None
-    with _together(comm, "Checkpoints.restore"):
-        check(said, like, "Checkpoints.restore")
-        state = room_for(said) if state is None else state
+    check(said, like, "Checkpoints.restore")
+    state = room_for(said) if state is None else state
     for data in data_of(state):
         for piece in data.split(_CHUNK):
-            comm.share(piece, 0, "Checkpoints.restore")
+            share(epoch, piece, 0, "Checkpoints.restore")
     return state
 
 
@@ -268,8 +249,8 @@ def _generator_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_generators(saved: list[dict[str, torch.Tensor]], comm: Any) -> None:
-    position, count = (0, 1) if comm is None else (comm.position, len(comm.ranks))
+def _set_generators(saved: list[dict[str, torch.Tensor]], epoch: Epoch | None) -> None:
+    position, count = (0, 1) if epoch is None else (epoch.rank, epoch.size)
     seed = int.from_bytes(hashlib.sha256(bytes_of(saved[0]["cpu"])).digest()[:8])
     torch.manual_seed(fold_in(seed, position))
     if len(saved) != count:

@@ -14,15 +14,15 @@ from fdp._execution.forks import is_forked
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.partition import balanced
 from fdp._trees.types import Devices
-from fdp.distributed._communicator import Communicator, first_sentence
+from fdp.distributed._epoch import first_sentence
+from fdp.distributed._exchange import objects
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
 from fdp.distributed._peers import MeshPeers
-from fdp.distributed._underway import leave_at_exit
+from fdp.distributed._world import World, leave_at_exit
 
 _BELONGS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """Groups, and which process has joined each."""
-_SLOTS = 16  # up to which all meshes have headers of one size: processes may use different ones by mistake
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,12 +62,12 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
     elif is_forked(_BELONGS.get(dist.group.WORLD, os.getpid())):
         raise RuntimeError("init: this process was forked, and is none of those of its parent's group. Start it anew")
     _BELONGS.setdefault(dist.group.WORLD, os.getpid())
-    comm = Communicator(None, range(dist.get_world_size()), dist.get_rank(), 0, limit)
-    counts: list[int] = comm.objects(len(slots), "init")
-    if len(counts) == 1:
+    if dist.get_world_size() == 1:
         return Mesh(slots, None, owns_group=owns_group)
-    comm = Communicator(None, comm.ranks, comm.rank, 6 + max(_SLOTS, *counts), limit)
-    return Mesh(slots, MeshPeers(comm, counts), owns_group=owns_group)
+    world = World.here(limit)
+    with world.begins("init"):
+        counts: list[int] = objects(world.epoch, len(slots), "init")
+    return Mesh(slots, MeshPeers(world, counts), owns_group=owns_group)
 
 
 def _limit(timeout: float | datetime.timedelta) -> datetime.timedelta:
@@ -82,7 +82,19 @@ def _own_share() -> tuple[torch.device, ...]:
     existing = available_devices()
     if existing[0].type == "cpu" or "RANK" not in os.environ:
         return existing
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if len(existing) == 1:
+        return existing  # a launcher may show each process one of its own
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            f"init: RANK is set, but not LOCAL_RANK, so it is not known which of the {len(existing)} accelerators are "
+            "for this process: start it by torchrun, set LOCAL_RANK, or give devices="
+        )
+    index = int(os.environ["LOCAL_RANK"])
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        if index >= len(existing):
+            raise ValueError(f"init: LOCAL_RANK is {index}, but there are {len(existing)} accelerators; give devices=")
+        return existing[index : index + 1]
+    count = int(os.environ["LOCAL_WORLD_SIZE"])
     shares = balanced(len(existing), count)
     if shares[index] == 0:
         raise ValueError(

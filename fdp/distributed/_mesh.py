@@ -16,7 +16,7 @@ from fdp._placement.peers import ALONE, Peers, Spread
 from fdp._trees.tree import unflatten
 from fdp._trees.types import Dims, Tree
 from fdp.distributed._peers import MeshPeers
-from fdp.distributed._underway import leave
+from fdp.distributed._world import leave
 
 
 @final
@@ -40,7 +40,7 @@ class Mesh(Spread):
         self.devices = devices
         self._processes, self._owns_group = processes, owns_group
         self._is_closed, self._process = False, os.getpid()
-        self.rank: int = 0 if processes is None else processes.comm.rank
+        self.rank: int = 0 if processes is None else processes.world.rank
         self.slots: tuple[int, ...] = (len(devices),) if processes is None else processes.slots
 
     @property
@@ -111,7 +111,7 @@ class Mesh(Spread):
         if is_forked(self._process):  # the mesh is its parent's
             return
         if self._processes is not None:
-            self._processes.close()
+            self._processes.is_closed = True
         if self._owns_group and dist.is_initialized():
             leave()
 

@@ -11,37 +11,34 @@ from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._communicator import Communicator
-from fdp.distributed._processes import Processes, has_begun
-from fdp.distributed._session import Tag, meet
+from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._exchange import meet, objects, same_of, share
 
 
-def same_everywhere(flat: Flat, processes: Processes, check_values: bool) -> Tree:
+def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
-    comm = processes.comm
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
     if any(torch_private.is_batchedtensor(layer) for x in tensors for layer in layers(x)):
         raise RuntimeError(
             "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call"
         )
-    said = [f"call {processes.calls}", f"check_values={check_values}"]
+    said = [f"call {epoch.calls}", f"check_values={check_values}"]
     said += [_said(flat, i) for i in range(len(flat.leaves))]
     said += [str(flat.structure).removeprefix("PyTreeSpec")]
     same = "\n".join(said)
-    has_begun()
-    meet(comm, Tag("replicate", same, lambda: same))()
+    meet(epoch, Tag("replicate", same_of(same), lambda: same))
     if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in flat.leaves):
         raise TypeError("replicate: sparse tensors cannot be put on a mesh; pass them dense")
-    shared = [_shared(x, comm) for x in tensors]
+    shared = [_shared(x, epoch) for x in tensors]
     if check_values:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat.leaves)))}
         columns = zip(tensors, shared, strict=True)
         paths = [flat.path(first[id(own)]) for own, other in columns if not _equal(own, other)]
-        every = enumerate(comm.objects(paths, "replicate"))
+        every = enumerate(objects(epoch, paths, "replicate"))
         if wrong := [f"process {rank}: {listed(paths)}" for rank, paths in every if paths]:
             raise ValueError(f"replicate: values differ from those of process 0: {'; '.join(wrong)}")
     if torch.is_grad_enabled() and any(layer.requires_grad for x in tensors for layer in layers(x)):
-        shared = GradientSum.apply(comm, f"replicate, call {processes.calls}", shared, True, *tensors)
+        shared = GradientSum.apply(epoch, f"replicate, call {epoch.calls}", shared, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
 
@@ -61,7 +58,7 @@ def _equal(own: Tensor, first: Tensor) -> bool:
     return torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (own, first)))
 
 
-def _shared(x: Tensor, comm: Communicator) -> Tensor:
+def _shared(x: Tensor, epoch: Epoch) -> Tensor:
     data = x.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-    comm.share(data, 0, "replicate")
+    share(epoch, data, 0, "replicate")
     return data if x.is_contiguous() else torch.empty_like(x, requires_grad=False).copy_(data)

@@ -1,8 +1,8 @@
-"""Which process has which rows, once all have agreed on a call."""
+"""Which process has which rows, and the slots of this process among all."""
 
-import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 from fdp._placement.slot import Slot
 
@@ -19,29 +19,69 @@ class Table(NamedTuple):
         return [len(each) for each in self.sizes]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The processes that have shards."""
-        return tuple(rank for rank, each in enumerate(self.sizes) if each)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all processes have shards."""
-        return all(self.sizes)
+    def rows(self) -> int:
+        """Those of all processes."""
+        return sum(map(sum, self.sizes))
 
     @property
     def before(self) -> tuple[int, int]:
         """The shards and the rows of the processes before this one."""
         return sum(self.counts[: self.rank]), sum(map(sum, self.sizes[: self.rank]))
 
-    def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
-        """The places of the shards of this process, counted over all."""
-        count, (first, row) = sum(self.counts), self.before
-        return [
-            dataclasses.replace(
-                slot,
-                index=first + slot.index,
-                count=count,
-                rows=None if slot.rows is None else range(row + slot.rows.start, row + slot.rows.stop),
-            )
-            for slot in own
-        ]
+
+@final
+class MeshSlot(Slot):
+    """A slot that asks the other processes when its place among all slots is wanted: most steps do not want it."""
+
+    def __init__(self, own: Slot, most: int, rank: int, call: Any) -> None:
+        known = {"device": own.device, "axis_name": own.axis_name, "piece": own.piece}
+        vars(self).update(known, _own=own, _most=most, _rank=rank, _call=call)
+
+    def __getattr__(self, name: str) -> Any:  # what is not there yet
+        if name not in ("index", "count", "rows"):
+            raise AttributeError(name)
+        own, table = vars(self)["_own"], vars(self)["_call"].asked()
+        first, row = table.before
+        rows = None if own.rows is None else range(row + own.rows.start, row + own.rows.stop)
+        vars(self).update(index=first + own.index, count=sum(table.counts), rows=rows)
+        return vars(self)[name]
+
+    @property
+    def here(self) -> int:
+        return vars(self)["_own"].index
+
+    @property
+    def at_most(self) -> int:
+        return vars(self)["_most"]
+
+    def __str__(self) -> str:
+        known = vars(self)
+        is_known = "index" in known or known["_call"].table.is_known
+        return super().__str__() if is_known else f"{known['_own']}, of process {known['_rank']}"
+
+
+@final
+class Once:
+    """A value that is asked for once, also where shards that run side by side ask at once; so is its error."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask: Callable[[], Any] | None = ask
+        self._lock = threading.RLock()
+        self._found: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._ask is None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._ask is not None:
+                ask, self._ask = self._ask, None
+                try:
+                    self._found = ask()
+                except BaseException as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
+            return self._found

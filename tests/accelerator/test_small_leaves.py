@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import fdp
 from tests.common.comparing import assert_close_tree
@@ -37,11 +38,11 @@ def test_a_step_of_a_model_with_buffers(monkeypatch: pytest.MonkeyPatch):
     apply, (params, buffers) = fdp.functional(model())
     x, options = numbers(16, 4), {"has_aux": True, "in_dims": (None, None, 0), "aux_dims": "mean"}
     want = fdp.value_and_grad(loss, devices=fdp.virtual_devices(4), **options)(params, buffers, x)
-    there: Any = torch.utils._pytree.tree_map(lambda t: t.to(DEVICES[0]), (params, buffers, x))
+    there: Any = tree_map(lambda t: t.to(DEVICES[0]), (params, buffers, x))
     monkeypatch.setattr(VirtualTensor, "__torch_dispatch__", classmethod(counting))
     with fdp.transfers() as log, record_copies() as real:
         found = fdp.value_and_grad(loss, devices=DEVICES, **options)(*there)
-    assert_close_tree(torch.utils._pytree.tree_map(lambda t: t.cpu(), found), want)
+    assert_close_tree(tree_map(lambda t: t.cpu(), found), want)
     assert traffic(log) == traffic(real)
     # Each parameter and buffer goes there and comes back, as a gradient or new; then there are the batch and the loss.
     assert len(log) == 3 * (2 * len(params) + 2 * len(buffers) + 2)

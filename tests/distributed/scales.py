@@ -92,8 +92,28 @@ def joined(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def same_at_all_scales(pool: Pool, layout: Layout, program: Program, *args: Any, one_device: bool = False) -> Any:
-    """Compare a mesh with one process, and if the program is of that kind with one device; what they found."""
+def same_at_all_scales(
+    pool: Pool,
+    layout: Layout,
+    program: Program,
+    *args: Any,
+    one_device: bool = False,
+    needs_rows: bool = False,
+    meets: bool = False,
+) -> Any:
+    """Compare a mesh with one process, and if the program is of that kind with one device; what they found.
+
+    None if the program `needs_rows` in every process, or slots meet in it, and some process has none: then that is
+    refused in all.
+    """
+    needs_rows = needs_rows or (meets and sum(size > 0 for size in layout.sizes) > 1)
+    if needs_rows and 0 in layout.rows and any(layout.rows):
+        outcomes = pool.outcomes(in_process, layout.slots, program, layout, *args)
+        for outcome in outcomes:
+            assert isinstance(outcome, Failure), outcome
+            assert "process without rows" in outcome.message, outcome
+            assert "could not reach" not in outcome.message, outcome
+        return None
     expected = alone(program, layout, *args)
     found = joined(pool(in_process, layout.slots, program, layout, *args))
     assert_close_tree(found, expected)
@@ -103,7 +123,10 @@ def same_at_all_scales(pool: Pool, layout: Layout, program: Program, *args: Any,
 
 
 def agree_on_failure(pool: Pool, layout: Layout, program: Program, *args: Any) -> str | None:
-    """As `same_at_all_scales`, but what fails in one process may fail on the mesh, in all of its processes."""
+    """As `same_at_all_scales`, but what fails in one process may fail on the mesh, in all of its processes.
+
+    So may what needs rows in every process, where one has none.
+    """
     error: Exception | None = None
     expected: Any = None
     try:
@@ -111,6 +134,10 @@ def agree_on_failure(pool: Pool, layout: Layout, program: Program, *args: Any) -
     except Exception as failure:
         error = failure
     outcomes = pool.outcomes(in_process, layout.slots, program, layout, *args)
+    if 0 in layout.rows and any(isinstance(x, Failure) and "process without rows" in x.message for x in outcomes):
+        assert all(isinstance(outcome, Failure) for outcome in outcomes), outcomes
+        assert not any("could not reach" in outcome.message for outcome in outcomes), outcomes
+        return "without rows"
     if error is not None:
         assert all(isinstance(outcome, Failure) for outcome in outcomes), f"{error!r}, but {outcomes}"
         assert not any("could not reach" in outcome.message for outcome in outcomes), outcomes

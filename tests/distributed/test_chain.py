@@ -3,8 +3,10 @@
 Slots are stood in for by lists here: what each of two slots of a process has, in one thread.
 """
 
+import contextlib
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor
 from fdp._collectives.operations import Extreme, Gather, Operation, Permute, Sum
 from fdp._placement.peers import ALONE_IN_CALL, Joined
 from fdp._placement.split_dims import flatten_args
-from fdp.distributed._call import MeshCall
+from fdp._trees.tree import Flat
+from fdp.distributed._call import MeshCall, Same
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 from tests.distributed.pool import Failure, Pool
@@ -44,6 +47,16 @@ def meeting(call: Any) -> Meet:
     return meet
 
 
+@contextlib.contextmanager
+def begun(mesh: Any, parts: Parts, w: Tensor | None = None) -> Iterator[MeshCall]:
+    """A call, in which all begin together."""
+    flats: list[Flat] = [] if w is None else flatten_args([("w", w, None, "in_dims")], "by hand")
+    with mesh.peers.begins("by hand"):
+        call = MeshCall(mesh.peers.world.epoch, mesh.slots, "by hand", Same(0, str), [len(p) for p in parts], flats)
+        call.table()
+        yield call
+
+
 class Sums:
     """Gradients, as a call has them."""
 
@@ -55,9 +68,6 @@ class Sums:
     def sums(self) -> list[Tensor]:
         return self.found
 
-    def ours(self) -> list[bool]:
-        return [False] * len(self.found)
-
     def replace_sums(self, sums: Sequence[Tensor]) -> None:
         self.found = list(sums)
 
@@ -65,14 +75,12 @@ class Sums:
 def value_and_grad(mesh: Any, losses: Losses, w: Tensor) -> tuple[Tensor, Tensor]:
     """What a gradient function does."""
     parts, indices = parts_of(mesh)
-    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
-    call.flats = flatten_args([("w", w, None, "in_dims")], "by hand")
     create = torch.is_grad_enabled() and w.requires_grad
-    with call:
+    with begun(mesh, parts, w) as call:
         call.enter()
-        whole = call.rows(0)
+        whole = call.whole(0, counts=False)
         with torch.enable_grad():
-            entered = call.flats[0].leaves[0]
+            entered = next(iter(call.flats)).leaves[0]
             alias = entered.view_as(entered) if create else w.detach().requires_grad_()
             call.begins_with([alias])
             found = losses(alias, parts, indices, meeting(call))
@@ -85,9 +93,8 @@ def value_and_grad(mesh: Any, losses: Losses, w: Tensor) -> tuple[Tensor, Tensor
             given = torch.autograd.grad(roots, [alias], seeds, create_graph=create, allow_unused=True)
         grads = Sums([torch.zeros_like(w) if grad is None else grad for grad in given])
         each = [x if create else x.detach() for x in found]
-        loss = Joined(each, "mean", [len(p) for p in parts], lambda: whole, "loss")
-        finish = call.reduce(loss, None, grads, [alias], CPU, "by hand")
-    value, _ = finish()
+        loss = Joined(each, "mean", [len(p) for p in parts], "loss")
+        value, _ = call.reduce(loss, None, grads, [alias], CPU, "by hand")
     return value, grads.found[0]
 
 
@@ -209,14 +216,11 @@ def applied(mesh: Any, losses: Losses) -> Any:
     """A call without gradients of its own; process 1 uses one slot's result only, twice differentiated."""
     w = W.clone().requires_grad_()
     parts, indices = parts_of(mesh)
-    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
-    call.flats = flatten_args([("w", w, None, "in_dims")], "by hand")
-    with call:
+    with begun(mesh, parts, w) as call:
         call.enter()
-        call.begins_with(call.flats[0].leaves)
-        found = losses(call.flats[0].leaves[0], parts, indices, meeting(call))
-        finish = call.join(Joined(found, "list", None, lambda: 1, "out"), CPU, "by hand")
-    own: Any = finish()
+        call.begins_with(next(iter(call.flats)).leaves)
+        found = losses(next(iter(call.flats)).leaves[0], parts, indices, meeting(call))
+        own: Any = call.join(Joined(found, "list", None, "out"), CPU, "by hand")
     total = own[0] + own[1] if mesh.rank == 0 else own[1]
     (grad,) = torch.autograd.grad(total.sin(), w, create_graph=True)
     return grad.detach(), torch.autograd.grad(grad.square().sum(), w)[0]
@@ -285,23 +289,22 @@ def test_what_one_process_skips_or_changes_is_an_error_in_both(two: Pool, what: 
 def by_vjp(mesh: Any, losses: Losses) -> list[Tensor]:
     """Value and gradient by torch.func, around the slots and inside of the call."""
     parts, indices = parts_of(mesh)
-    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
 
-    def own(w: Tensor) -> Any:
+    def own(call: MeshCall, w: Tensor) -> Any:
         call.begins_with([w])
         found = losses(w, parts, indices, meeting(call))
         shares = [x * (len(p) / 11) for x, p in zip(found, parts, strict=True)]
         return torch.stack(shares).sum(), call.ends()
 
-    with torch.inference_mode(), call:
+    with torch.inference_mode(), begun(mesh, parts) as call:
         call.enter()
         with torch.inference_mode(False), torch.no_grad():
-            made: Any = torch.func.vjp(own, W)
+            made: Any = torch.func.vjp(functools.partial(own, call), W)
             (value, ends), vjp = made
             (grad,) = vjp((torch.ones_like(value), [torch.zeros_like(x) for x in ends]))
         grads = Sums([grad])
-        finish = call.reduce(Joined([value], "sum", None, lambda: 1, "loss"), None, grads, [], CPU, "by hand")
-    return [finish()[0].clone(), grads.found[0].clone()]
+        value, _ = call.reduce(Joined([value], "sum", None, "loss"), None, grads, [], CPU, "by hand")
+    return [value.clone(), grads.found[0].clone()]
 
 
 @each_loss
@@ -314,8 +317,7 @@ def test_by_torch_func_in_inference_mode(two: Pool, losses: Losses):
 def memory(mesh: Any) -> list[bool]:
     """Whether results of slots are in memory of their own, in a gradient too."""
     parts, _ = parts_of(mesh)
-    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
-    with call:
+    with begun(mesh, parts) as call:
         call.enter()
         xs = [torch.ones(2, requires_grad=True) for _ in parts]
         call.begins_with(xs)
@@ -332,17 +334,15 @@ def rounds(mesh: Any, create: bool) -> Any:
     """Two rounds of a call, each differentiated by itself; whether the second leads to the leaves of the first."""
     parts, indices = parts_of(mesh)
     w = W.clone().requires_grad_()
-    call = MeshCall(mesh.peers, "by hand", None, [len(p) for p in parts])
-    call.flats = flatten_args([("w", w, None, "in_dims")], "by hand")
     values: list[Tensor] = []
     grads: Any = []
     aliases: list[Tensor] = []
     reached = False
-    with call:
+    with begun(mesh, parts, w) as call:
         call.enter()
         meet = meeting(call)
         for k in range(2):
-            entered = call.flats[0].leaves[0]
+            entered = next(iter(call.flats)).leaves[0]
             aliases.append(entered.view_as(entered) if create else w.detach().requires_grad_())
             call.begins_with([aliases[-1]])
             values.append(torch.stack(batch_norm(aliases[-1] * (k + 1), parts, indices, meet)).sum())
@@ -351,9 +351,8 @@ def rounds(mesh: Any, create: bool) -> Any:
             grads += torch.autograd.grad([values[-1], *ends], [aliases[-1]], seeds, create_graph=create)
             reached = k > 0 and not create and leads_to(ends[0], aliases[0])
         sums = Sums([torch.stack(grads).sum(0)])
-        loss = Joined([values[-1] if create else values[-1].detach()], "sum", None, lambda: 1, "loss")
-        finish = call.reduce(loss, None, sums, aliases if create else [], CPU, "by hand")
-    finish()
+        loss = Joined([values[-1] if create else values[-1].detach()], "sum", None, "loss")
+        call.reduce(loss, None, sums, aliases if create else [], CPU, "by hand")
     (grad,) = sums.found
     second = torch.autograd.grad(grad.square().sum(), w)[0] if create else grad
     return grad.detach(), second, reached

@@ -178,9 +178,7 @@ def meets_a_failure(mesh: Any, directory: Path, next_call: str) -> tuple[str, An
 def test_all_processes_learn_of_a_failure_in_the_next_call(two: Any, tmp_path: Path, next_call: str):
     first, second = two(meets_a_failure, 1, tmp_path, next_call)
     assert first[0].startswith("IsADirectoryError: ")
-    assert second[0].startswith(
-        f"RuntimeError: Checkpoints.{next_call} in process 1 fails: process 0 has raised IsADirectoryError: "
-    )
+    assert f"Checkpoints.{next_call} in process 1 fails: process 0 has raised IsADirectoryError: " in second[0]
     assert first[1] == second[1] == (1, 1)
 
 
@@ -241,7 +239,7 @@ def test_an_interrupt_of_one_process_ends_all(tmp_path: Path, who: int):
     for seconds in (0.1, 0.17):
         # Whose error comes first, and whether both come before the launcher ends them, is a matter of milliseconds.
         with pytest.raises(
-            RuntimeError, match=r"^launch: rank \d raised (KeyboardInterrupt|RuntimeError: Checkpoints)"
+            RuntimeError, match=r"^launch: rank \d raised (KeyboardInterrupt|RuntimeError: (the end of )?Checkpoints)"
         ):
             launch(saves_for_ever, 2, tmp_path, who, seconds, timeout=60, start_method="fork")
         found = Checkpoints(tmp_path).restore()

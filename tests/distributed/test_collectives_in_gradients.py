@@ -123,7 +123,7 @@ def test_what_processes_make_of_other_results_cannot_be_differentiated_again(two
 def test_gradient_functions(two: Pool, loss: Loss, layout: Layout):
     if loss is nested and min(layout.sizes) < 2:
         pytest.skip("each slot needs two rows")
-    same_at_all_scales(two, layout, gradients, loss, layout, 1)
+    same_at_all_scales(two, layout, gradients, loss, layout, 1, meets=True)
 
 
 @pytest.mark.parametrize("loss", [batch_norm, contrastive])
@@ -154,7 +154,7 @@ def from_outside(seat: Seat, loss: Loss, layout: Layout) -> Any:
 def test_from_outside(two: Pool, loss: Loss, layout: Layout):
     if loss is nested and min(layout.sizes) < 2:
         pytest.skip("each slot needs two rows")
-    same_at_all_scales(two, layout, from_outside, loss, layout)
+    same_at_all_scales(two, layout, from_outside, loss, layout, meets=True)
 
 
 def skipping(mesh: Any, what: str) -> None:

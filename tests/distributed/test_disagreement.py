@@ -177,6 +177,49 @@ def one_requires_grad(mesh: Any) -> None:
     fdp.gather(fdp.scatter(x_of(mesh), mesh))
 
 
+# ---- parameters that have other values
+
+
+OTHERS = r"value_and_grad: the processes begin with different values of args\[0\]\['b'\], and would train different"
+
+
+def own_parameters(mesh: Any) -> dict[str, Tensor]:
+    return {"a": torch.ones(3), "b": torch.tensor([1.0, 2.0 + mesh.rank, 0.0])}
+
+
+@case(("RuntimeError", OTHERS))
+def other_parameters(mesh: Any) -> None:
+    fdp.value_and_grad(lambda p, x: mean(p["a"] * p["b"], x), devices=mesh)(own_parameters(mesh), x_of(mesh))
+
+
+@case(("RuntimeError", OTHERS))
+def other_parameters_around_which_something_differentiates(mesh: Any) -> None:
+    p = {name: x.requires_grad_() for name, x in own_parameters(mesh).items()}
+    fdp.value_and_grad(lambda p, x: mean(p["a"] * p["b"], x), devices=mesh)(p, x_of(mesh))
+
+
+@case(("RuntimeError", r"backward: the processes begin with different values of args\[0\]\['bias'\], "))
+def another_module(mesh: Any) -> None:
+    model = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(mesh.rank)
+    fdp.backward(model, lambda model, x: model(x).mean(), devices=mesh)(x_of(mesh))
+
+
+def other_values(mesh: Any) -> Any:
+    """Whole leaves that nobody differentiates in may differ, and so may parameters that `replicate` has been given."""
+    step = fdp.value_and_grad(lambda p, q, x: mean(p * q.sum(), x), in_dims=(None, None, 0), devices=mesh)
+    value, _ = step(torch.ones(3), torch.ones(2) * mesh.rank, torch.ones(4, 3))
+    params = fdp.replicate({"a": torch.ones(3) * (1 + mesh.rank)}, mesh)
+    again, _ = fdp.value_and_grad(lambda p, x: mean(p["a"], x), devices=mesh)(params, torch.ones(4, 3))
+    return value.item(), again.item()
+
+
+def test_what_may_differ(two: Pool):
+    assert two(other_values) == [(1.0, 1.0)] * 2
+
+
 # ---- replicate
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fdp
 from fdp.distributed import init, launch
@@ -109,54 +108,24 @@ def test_a_fork_leaves_the_mesh_to_its_parent():
 
 def goes_on_after_an_interrupt() -> None:
     with init(timeout=30) as mesh:
-        apply_total(mesh)
+        before = gradient(mesh)
         if mesh.rank == 0:
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt, match=r"^$"):
-                apply_total(mesh)
-            with pytest.raises(RuntimeError, match="grad: Ctrl-C has ended a wait of process 0"):
                 gradient(mesh)
         else:
             time.sleep(0.5)
-            with pytest.raises(RuntimeError, match="process 1 could not reach"):
-                apply_total(mesh)
+            with contextlib.suppress(RuntimeError):  # process 0 may have sent its part
+                gradient(mesh)
+                gradient(mesh)
+                raise AssertionError("it has not noticed")
+        assert torch.equal(gradient(mesh), before)
+        apply_total(mesh)
 
 
-def test_who_goes_on_after_an_interrupt_is_out_of_step():
-    """What it sends would meet other messages, of other sizes, which ends a process."""
+def test_the_call_after_an_interrupt_works():
     assert exits(goes_on_after_an_interrupt) == [0, 0]
-
-
-def is_interrupted_while_connections_are_made() -> None:
-    """Process 2 has no rows, so that the others need connections of their own."""
-
-    def interrupted(*_: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(60)
-
-    def call() -> Any:
-        return fdp.dp_apply(total, None, torch.ones(4 if mesh.rank < 2 else 0), mesh, out_dims="sum")
-
-    mesh = init(timeout=2)
-    if mesh.rank == 1:
-        dist.new_group = interrupted
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            call()
-        with pytest.raises(RuntimeError, match="Ctrl-C has ended a wait of process 1"):
-            call()
-    elif mesh.rank == 0:
-        with pytest.raises(
-            RuntimeError, match=r"new connections: process 0 could not reach all of the others \(1, 2\)"
-        ):
-            call()
-    else:
-        with pytest.raises(RuntimeError, match="process 2 could not reach all of the others"):
-            call()
-
-
-def test_an_interrupt_while_connections_are_made_is_told_of():
-    assert exits(is_interrupted_while_connections_are_made, 3) == [0, 0, 0]
 
 
 def is_left_by_process_1() -> None:
@@ -251,5 +220,5 @@ def test_the_one_among_three_that_does_not_come_is_named(tmp_path: Path):
         message = (tmp_path / str(rank)).read_text()
         assert message.startswith(
             f"dp_apply: process {rank} could not reach all of the others ({other}, 2): process 2 had not come, process "
-            f"{other} had. One has ended, or did not come within the 2 seconds of fdp.distributed.init(timeout=...)."
+            f"{other} had. One has ended, or did not come within the 2 seconds of fdp.distributed.init(timeout=...)"
         )

@@ -14,7 +14,8 @@ import torch
 
 import fdp
 from fdp.distributed import _meeting_place, init, launch
-from fdp.distributed._communicator import Communicator
+from fdp.distributed._epoch import Tag
+from fdp.distributed._exchange import meet
 from fdp.distributed._notices import Notices
 from tests.distributed.pool import Pool
 
@@ -73,8 +74,9 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
     """What a process says that waits for one that comes when the others have said it."""
     paths = [folder / str(rank) for rank in range(len(mesh.slots))]
     kept, logger = Kept(paths[mesh.rank]), logging.getLogger("fdp.distributed")
-    comm = Communicator(None, range(len(paths)), mesh.rank, 3, datetime.timedelta(seconds=8), Notices(after=0.5))
-    comm.begin_header([], "all begin together")()
+    epoch = mesh.processes.world.epoch
+    before, epoch.notices = epoch.notices, Notices(after=0.5)
+    meet(epoch, Tag("all begin together"))
     logger.addHandler(kept)
     try:
         end = time.monotonic() + 7.0
@@ -83,8 +85,9 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
             if sum(path.exists() for path in paths) == len(paths) - 1:
                 break
         for _ in range(2):
-            comm.begin_header([1, 2], "this call")()
+            meet(epoch, Tag("this call"), [1, 2])
     finally:
+        epoch.notices = before
         logger.removeHandler(kept)
     return paths[mesh.rank].read_text() if paths[mesh.rank].exists() else ""
 

@@ -1,0 +1,68 @@
+"""What of a call is the same in all processes: as numbers to be compared, and as text for people where they differ."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp._placement.moves import bytes_of, layers
+from fdp._placement.sharded import Sharded, Slots, leaf_tensors
+from fdp._trees.listing import listed
+from fdp._trees.tree import Flat, digest_of, flatten
+from fdp.distributed._epoch import Elsewhere, Epoch, Tag, untransformed
+from fdp.distributed._exchange import meet, objects
+
+
+def kinds_of(flats: Sequence[Flat]) -> list[Any]:
+    """What of the arguments is the same in all processes: not the rows, of which each has its own."""
+    return [(digest_of(flat), [_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)]) for flat in flats]
+
+
+def said_of(flats: Sequence[Flat], same: Mapping[str, Any]) -> str:
+    """The same for people, with the options, a line each."""
+    leaves = [(f.path(i), x, d) for f in flats for i, (x, d) in enumerate(zip(f.leaves, f.specs, strict=True))]
+    return "\n".join([f"{k}={v!r}" for k, v in same.items()] + [f"{path} {_said(x, d)}" for path, x, d in leaves])
+
+
+def _kind(leaf: Any, spec: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.ndim if spec is not None else tuple(leaf.shape)
+    if isinstance(leaf, Slots):
+        inner = flatten(leaf.shards[0], "", None)
+        return digest_of(inner), [_kind(x, spec if isinstance(leaf, Sharded) else None) for x in inner.leaves]
+    return None
+
+
+def _said(leaf: Any, spec: Any) -> str:
+    if isinstance(leaf, Tensor):
+        shape = list(leaf.shape) if spec is None else f" of {leaf.ndim} dimensions"
+        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
+    return str(leaf.shards[0] if isinstance(leaf, Slots) else type(leaf).__name__)[:200]
+
+
+def check_values(epoch: Epoch, where: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise in all processes if parameters have other values in some: they would train different models."""
+    with untransformed():
+        digests = [_digest(leaf) for leaf in leaves]
+    rows = meet(epoch, Tag(f"the parameters of {where}"), [zlib.crc32(repr(digests).encode())])
+    if all(row == rows[0] for row in rows):
+        return
+    every = objects(epoch, digests, f"the parameters of {where}")
+    wrong = [path for path, *column in zip(paths, *every, strict=True) if len(set(column)) > 1]
+    raise Elsewhere(
+        f"{where}: the processes begin with different values of {listed(wrong)}, and would train different models. "
+        f"Give all those of process 0: params = fdp.unreplicate(fdp.replicate(params, mesh)), or build the model after "
+        "torch.manual_seed with the same number in all processes"
+    )
+
+
+def _digest(leaf: Any) -> int:
+    """Of the values of a leaf that every slot has whole; NaN is equal to itself."""
+    found = 0
+    for tensor in leaf_tensors(leaf.shards[0] if isinstance(leaf, Slots) else leaf):
+        x = layers(tensor)[-1].detach()
+        x = (x if x.layout is torch.strided else x.to_dense()).resolve_conj().resolve_neg()
+        found = zlib.crc32(bytes_of(x.to("cpu").contiguous()), found)
+    return found

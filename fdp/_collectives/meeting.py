@@ -6,6 +6,8 @@ What holds at any time:
 - It computes by ordinary differentiable operations on the tensors of all slots, so the graph is one.
 - No memory of a result is that of another slot's, nor of what a slot has brought. So slots may write to what they get.
 - Sums are made in slot order, one slot after the other, packed or not: the same bits in each run.
+- On accelerators slot 0 computes on its streams. They wait for the stream that each slot has when it comes, and the one
+  that it has when it goes on waits for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from fdp._collectives.axes import check_can_meet, inside
 from fdp._collectives.combine import Taken, combined
 from fdp._collectives.operations import Kinds, Operation
 from fdp._execution.run import Follows, Run
+from fdp._execution.thread_state import current_stream
 from fdp._placement.slot import AXES, Axis
 from fdp._placement.transfers import report_collective
 from fdp._trees.describe import lines_of
@@ -43,6 +46,7 @@ class Brought(NamedTuple):
     is_recorded: bool = False
     advice: str = _ADVICE
     axes: Sequence[Axis] = ()
+    stream: torch.Stream | None = None
 
 
 @final
@@ -54,6 +58,7 @@ class Meeting:
         self.brought: dict[int, Brought] = {}
         self.results: list[Any] | None = None
         self.errors: dict[int, Exception] = {}
+        self.streams: dict[torch.device, torch.Stream] = {}  # on which the results were computed
 
     def come(self, index: int, brought: Brought) -> Callable[[], bool]:
         """A slot has come. Returns what says whether it can go on: slot 0 as soon as all are there."""
@@ -67,6 +72,10 @@ class Meeting:
         try:
             brought = [self.brought[i] for i in range(self.run.count)]
             _check(brought, self.run.first)
+            for each in brought:
+                if each.stream is not None:
+                    here = self.streams[each.stream.device] = torch.accelerator.current_stream(each.stream.device)
+                    _wait(here, each.stream)
             self.results = combine(brought)
         except BaseException as error:
             self.fail(Follows(text_of(error)))
@@ -121,7 +130,7 @@ def meet(axis: Axis, brought: Brought, combine: Callable[[list[Brought]], list[A
     """Wait for all slots of an axis, then take this one's part of what `combine` makes of what they bring."""
     check_can_meet(axis, brought.name)
     run, index = axis.run, axis.slot.index - axis.run.first
-    brought = brought._replace(axes=AXES.get())
+    brought = brought._replace(axes=AXES.get(), stream=current_stream(axis.slot.device))
     if run.count == 1:
         run.has_met = True
         return combine([brought])[0]
@@ -146,7 +155,15 @@ def meet(axis: Axis, brought: Brought, combine: Callable[[list[Brought]], list[A
         finally:
             del error, meeting, here  # no cycle
     assert meeting.results is not None
+    stream = current_stream(axis.slot.device)
+    if stream is not None:
+        _wait(stream, meeting.streams[stream.device])
     return meeting.results[index]
+
+
+def _wait(stream: torch.Stream, other: torch.Stream) -> None:
+    if stream != other:
+        stream.wait_stream(other)
 
 
 def exchange(

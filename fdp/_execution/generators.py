@@ -1,7 +1,7 @@
 """Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,39 @@ def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Ten
     torch_private.outside_transforms(put)
 
 
+def device_generators(kind: str) -> Sequence[torch.Generator]:
+    """Those of all accelerators of a type."""
+    if kind == "mps":  # there is one, and torch.mps has no `default_generators`
+        return [torch_private.mps_generator()]
+    return torch.get_device_module(kind).default_generators
+
+
+def check_same_numbers(devices: Iterable[torch.device], where: str) -> None:
+    """Raise if a seed gives other numbers on some of the devices: on a GPU they depend on its size."""
+    kinds = {_numbers(device): device for device in dict.fromkeys(devices)}
+    if len(kinds) > 1:
+        each = ", ".join(f"{device} ({', '.join(map(str, kind))})" for kind, device in kinds.items())
+        raise ValueError(
+            f"{where}: randomness='rows' needs devices that draw the same numbers, and these differ: {each}. Take "
+            "GPUs of one model, or randomness='different'"
+        )
+
+
+def _numbers(device: torch.device) -> tuple[Any, ...]:
+    """What numbers depend on, besides the seed."""
+    kind = generators_of(device)[-1].device.type
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)  # not every backend has it
+    if ask is None or device.type in ("cpu", "meta"):
+        return (kind,)
+    properties = ask(device)
+    return kind, properties.name, getattr(properties, "multi_processor_count", None)
+
+
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Those that a function on a device draws from."""
     generators = [torch.default_generator]
     if device.type not in ("cpu", "meta"):
-        generators.append(torch.get_device_module(device).default_generators[device.index])
+        generators.append(device_generators(device.type)[device.index or 0])
     return generators
 
 

@@ -78,7 +78,9 @@ def _guard_functional_call() -> None:
     def guarded(
         module: torch.nn.Module, parameters_and_buffers: Any, args: Any = None, kwargs: Any = None, **options: bool
     ) -> Any:
-        ours = None if torch.compiler.is_compiling() or not AXES.get() else _functional_call
+        # A shard's own backward, which may call again what it has checkpointed, is in no slot, but beside others.
+        is_alone = torch.compiler.is_compiling() or not (AXES.get() or BESIDE.get())
+        ours = None if is_alone else _functional_call
         return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
 
     # torch finds it by its name at each call, so a stand-in reaches every caller.

@@ -127,7 +127,7 @@ class InOrder(Run):
         strand, left = strand_here(number), range(self._begun, self.count)
         tree, threads = strand.tree, list[SlotThread]()
         try:
-            take_threads(threads, len(left), number)
+            take_threads(threads, left, number)
             others = [self._strand(tree, index, thread) for index, thread in zip(left, threads, strict=True)]
             at = tree.strands.index(strand) + 1
             tree.strands = [*tree.strands[:at], *others, *tree.strands[at:]]

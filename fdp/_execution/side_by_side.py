@@ -91,7 +91,7 @@ class SideBySide(Run):
         threads: list[SlotThread] = []
         begun: list[bool] = []
         try:
-            take_threads(threads, self.count, self._number)
+            take_threads(threads, range(self.count), self._number)
             begin = [partial(thread.jobs.put, partial(self._serve, i, thread)) for i, thread in enumerate(threads)]
             at_once(*begin, partial(begun.append, True))()  # all or none
         except BaseException as other:

@@ -29,12 +29,14 @@ Body = Callable[[], None]
 class SlotThread:
     """A thread that waits for the next thing to do. `number` is that of the next node that it records.
 
+    `slot` is the one that it had last: kernels that a library has tuned for a device are often kept for each thread.
+
     It ends when nobody refers to this object any more: an interrupt may have come just when a call took it.
     """
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
-        self.number = 0
+        self.number = self.slot = 0
         try:
             thread = threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True)
             # From a Python without its lock it would get a copy of this context, and keep alive all that is in it.
@@ -71,8 +73,9 @@ def common_number(count: int) -> int:
     return max(FLOOR, numbers[-1]) if len(numbers) >= count else FLOOR
 
 
-def take_threads(found: list[SlotThread], count: int, number: int) -> None:
-    """Put so many threads into a list, none of which has come further than that number."""
+def take_threads(found: list[SlotThread], slots: range, number: int) -> None:
+    """Put a thread for each slot into a list, none of which has come further than that number."""
+    count = len(slots)
     _take_idle(found, count, lambda thread: thread.number <= number)
     too_far: list[SlotThread] = []
     _take_idle(too_far, count - len(found), lambda thread: True)
@@ -80,6 +83,9 @@ def take_threads(found: list[SlotThread], count: int, number: int) -> None:
         thread.end()
     while len(found) < count:
         found.append(SlotThread())  # or there can be no more threads: RuntimeError
+    found.sort(key=lambda thread: thread.slot)  # in calls that follow each other a slot has the same thread
+    for slot, thread in zip(slots, found, strict=True):
+        thread.slot = slot
 
 
 def _take_idle(found: list[SlotThread], count: int, fits: Callable[[SlotThread], bool]) -> None:

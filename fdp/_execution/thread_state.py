@@ -24,6 +24,13 @@ _GETTERS = [get for get, _ in _FLAGS]
 _CARRIED = (torch_private.TransformType.Vmap, torch_private.TransformType.Grad)
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """That of this thread; None on the CPU, and under modes such as FakeTensorMode, where devices need not exist."""
+    if device.type in ("cpu", "meta") or torch_private.len_torch_dispatch_stack():
+        return None
+    return torch.accelerator.current_stream(device)
+
+
 class Carried(TorchFunctionMode):
     """A mode of fdp's own, which several threads may have at once."""
 
@@ -69,6 +76,7 @@ class ThreadState(NamedTuple):
     hooks: Any
     hooks_refused: str | None
     streams: list[torch.Stream]
+    device: int | None  # the index of the current one
     transforms: list[Any]
 
     @classmethod
@@ -90,6 +98,7 @@ class ThreadState(NamedTuple):
             torch_private.saved_tensors_hooks_get_disabled_error_message(),
             # Under FakeTensorMode there may be devices that do not exist.
             [torch.accelerator.current_stream(d) for d in accelerators] if accelerators and not dispatch_modes else [],
+            torch.accelerator.current_device_index() if accelerators and not dispatch_modes else None,
             torch_private.transforms_here() if torch_private.is_transformed() else [],
         )
 
@@ -118,6 +127,7 @@ class ThreadState(NamedTuple):
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.hooks_refused))
             for stream in self.streams:
                 torch.accelerator.set_stream(stream)
+            self.restore_device()
             for mode in self.modes:  # its own `__enter__` would write to what all threads share
                 torch_private.push_on_torch_function_stack(mode)
                 stack.callback(torch_private.pop_torch_function_stack)
@@ -130,3 +140,8 @@ class ThreadState(NamedTuple):
                 torch_private.push_layer(transform)
                 stack.callback(torch_private.pop_layer)
             yield
+
+    def restore_device(self) -> None:
+        """Make the device of the caller the current one: who sets a stream makes its device the current one."""
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp._execution.generators import check_same_numbers
 from fdp._execution.seeds import Seed
 from fdp._placement.leaves import kinds
 from fdp._placement.plan import Plan
@@ -52,6 +53,7 @@ def draw_by_rows(do: Do, plan: Plan, state: State) -> None:
             )
         do(plan, state)  # one slot draws all
         return
+    check_same_numbers(state.partition.devices, state.where)
     rows = int(state.peers.rows(sum(sizes)))
     key = state.where, state.call.args.positional, state.call.args.keywords, state.kind.key, torch.is_grad_enabled()
     key = *key, *kinds(plan.leaves, state.flat(plan))

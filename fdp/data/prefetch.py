@@ -7,8 +7,9 @@ What holds at any time:
 - Batches that are ready, or being loaded, are at most `size`: `_room` counts what is left, and is given back when a
   batch is taken out of `_ready`.
 - What is raised comes through `_ready` in the place of a batch, and is the last thing there, as `_END` is.
-- On CUDA the thread loads on streams of its own and waits for them before it hands a batch on. The stream that takes
-  the batch is written down in its memory (`record_stream`).
+- On GPUs the thread loads on streams of its own. They begin when those of the caller have done what they were given
+  before, and the thread waits for them before it hands a batch on. The stream that takes the batch is written down in
+  its memory (`record_stream`). The current device is that of the caller.
 
 One thread at a time runs the generator, in the process that made it: in a forked child there is no thread that loads.
 When it is closed it waits for the batch that is being loaded; when the interpreter ends, for some seconds. There are no
@@ -54,9 +55,11 @@ def prefetch(
     [(tensor([0., 1.]), tensor([2.])), (tensor([3., 4.]), tensor([5.]))]
 
     A thread iterates over `batches`; only the first is loaded in the caller's, so that samplers draw their seed there.
-    Copies to CUDA devices go through pinned memory on streams of their own. What is raised while a batch is loaded or
-    split is raised where that batch would have come. Leaving the loop early, by `break` or an exception, ends the
-    thread, as `close()` does; both wait until it has loaded the batch that it is at.
+    Copies to GPUs go through pinned memory on streams of their own. These begin when your streams have done what they
+    were given before the second batch: what you compute for the source later, wait for it there.
+
+    What is raised while a batch is loaded or split is raised where that batch would have come. Leaving the loop early,
+    by `break` or an exception, ends the thread, as `close()` does; both wait for the batch that it is loading.
 
     Transforms of the data that draw from torch's default generator do so in the thread, in between draws of the
     training loop: for numbers that repeat, give them a `torch.Generator`, or load rows by `Batches.loader`.
@@ -97,7 +100,7 @@ class _Source:
 
     def __init__(self, source: Iterator[Tree], split: Callable[[Tree], Sharded], slots: Sequence[torch.device]) -> None:
         self._source, self._split = source, split
-        self.gpus = [device for device in dict.fromkeys(slots) if device.type == "cuda"]
+        self.gpus = [device for device in dict.fromkeys(slots) if _stream_of(device) is not None]
 
     def next(self) -> Any:
         """The next batch on its devices, or `_END`."""
@@ -105,6 +108,11 @@ class _Source:
         if batch is _END:
             return _END
         return self._split(map_tensors(_pinned, batch) if self.gpus else batch)
+
+
+def _stream_of(device: torch.device) -> Any:
+    """What makes a stream there; None if there are none, as on the CPU and on MPS."""
+    return None if device.type in ("cpu", "meta") else getattr(torch.get_device_module(device), "Stream", None)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,12 +133,29 @@ def _ahead(batches: _Source, size: int) -> Generator[Sharded, None, None]:
             if found is _END:
                 return
             for tensor in tensors_in(found.shards) if batches.gpus else ():
-                if tensor.is_cuda:  # its memory must not be given away before this thread's work is done
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                for part in memory_of(tensor):  # it must not be given away before this thread's work is done
+                    if part.device in batches.gpus:
+                        part.record_stream(torch.accelerator.current_stream(part.device))
             yield found
             del found
     finally:
         thread.stop()
+
+
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor consists of: torch writes down streams for those only."""
+    return [getattr(tensor, name)() for name in _PARTS[tensor.layout]] if tensor.layout in _PARTS else [tensor]
+
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),  # without an underscore they refuse what is not coalesced
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+    torch.jagged: ("values", "offsets"),
+}
 
 
 @final
@@ -179,11 +204,14 @@ class _Thread:
         try:
             with self._state.restored():
                 for device in self._batches.gpus:
-                    torch.cuda.set_stream(torch.cuda.Stream(device))
+                    stream = _stream_of(device)(device)
+                    stream.wait_stream(torch.accelerator.current_stream(device))  # that of the caller
+                    torch.accelerator.set_stream(stream)
+                self._state.restore_device()  # it went with the stream
                 while self._room.acquire() and not self._is_over:
                     found = self._batches.next()
                     for device in self._batches.gpus:  # what a loader computes there is complete when it is handed on
-                        torch.cuda.current_stream(device).synchronize()
+                        torch.accelerator.current_stream(device).synchronize()
                     self._ready.put((found, None))
                     if found is _END:
                         return

@@ -52,7 +52,7 @@ def device_generators(kind: str) -> Sequence[torch.Generator]:
     """Those of all accelerators of a type."""
     if kind == "mps":  # there is one, and torch.mps has no `default_generators`
         return [torch_private.mps_generator()]
-    return torch.get_device_module(kind).default_generators
+    return getattr(torch.get_device_module(kind), "default_generators", ())  # not every backend has them
 
 
 def check_same_numbers(devices: Iterable[torch.device], where: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fdp._execution.fold_in import fold_in
+from fdp._execution.generators import device_generators
 from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
 from fdp._trees.types import Tree
@@ -244,8 +245,8 @@ def _generator_states() -> dict[str, torch.Tensor]:
         states = {"cpu": torch.default_generator.get_state()}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:  # generators that nobody has used are not there yet
-        found = getattr(torch.get_device_module(accelerator), "default_generators", ())
-        states.update((f"{accelerator.type}:{i}", generator.get_state()) for i, generator in enumerate(found))
+        found = enumerate(device_generators(accelerator.type))
+        states.update((f"{accelerator.type}:{i}", generator.get_state()) for i, generator in found)
     return states
 
 
@@ -261,4 +262,4 @@ def _set_generators(saved: list[dict[str, torch.Tensor]], epoch: Epoch | None) -
         if device.type == "cpu":
             torch.default_generator.set_state(state)
         elif accelerator is not None and device.type == accelerator.type and device.index < there:
-            torch.get_device_module(device).set_rng_state(state, device.index)
+            device_generators(device.type)[device.index].set_state(state)

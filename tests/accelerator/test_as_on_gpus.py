@@ -121,7 +121,7 @@ def test_there_are_no_slots_in_a_backward(how: str, executor: Any):
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         if how == "function":
-            return Scaled.apply((x * w).sum())  # pyright: ignore[reportReturnType]
+            return Scaled.apply((x * w).sum())
         again: Any = lambda w, x: (x * w).sum() * (1 + fdp.axis_index())  # noqa: E731
         out: Any = checkpoint(again, w, x, use_reentrant=False, preserve_rng_state=False)
         return out

@@ -12,7 +12,7 @@ ifneq ($(shell $(BIN)/python -m pip --version >/dev/null 2>&1 && echo starts),st
 .PHONY: $(READY)
 endif
 
-.PHONY: help .venv demo elastic gpt test test-deep docs check check-format check-lint check-types check-layers bench bench-peers zoo soak soak-mesh format clean
+.PHONY: help .venv demo elastic gpt test test-deep docs check check-format check-lint check-types check-layers bench bench-peers gpus zoo soak soak-mesh format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,6 +81,9 @@ bench: $(READY)  ## run the short scripts in benchmarks/
 
 bench-peers: $(READY)  ## fdp beside plain torch, DDP and JAX, into docs/explanation/peers/ (ARGS="--quick", …)
 	$(BIN)/python -m benchmarks.peers --out docs/explanation/peers $(ARGS)
+
+gpus: $(READY)  ## the first hour with GPUs: laws, hangs, processes, times, into build/first_hour; else a rehearsal (ARGS="--tiny", …)
+	$(BIN)/python -m benchmarks.first_hour $(ARGS)
 
 # It has packages of its own, which the first call installs into the environment.
 zoo: $(READY)  ## models of transformers, timm, torchvision and PyTorch Geometric through fdp (ARGS="--quick", "--write", …)

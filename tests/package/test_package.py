@@ -167,6 +167,7 @@ def test_everything_public_is_in_the_program_that_is_type_checked():
 # What can be seen only with a private name, and why.
 PRIVATE = {
     "tests/accelerator/double/backward.py": "backwards in threads of their own, on the virtual accelerator",
+    "tests/accelerator/double/group.py": "what the host keeps for the virtual accelerator",
     "tests/accelerator/double/operations.py": "every operation of the virtual accelerator",
     "tests/accelerator/double/streams.py": "streams of the virtual accelerator",
     "tests/accelerator/test_command.py": "copies that go wrong between devices",

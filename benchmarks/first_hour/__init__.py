@@ -1,0 +1,1 @@
+"""The first hour with GPUs, as one command: see `__main__.py`."""

@@ -29,7 +29,7 @@ def run(name: str, limit: float, environment: dict[str, str]) -> Step:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=os.environ | environment
     ) as process:
         try:
-            text, _ = process.communicate(timeout=limit + 30)
+            text, _ = process.communicate(timeout=limit + 120)  # it may take long to begin
         except subprocess.TimeoutExpired:
             process.kill()
             text = process.communicate()[0]

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fdp
 
-Case = Callable[[Any, str], Any]
+Case = Callable[[Any, Any], Any]
 Tree = Any
 
 
@@ -25,7 +26,7 @@ def batch(device: Any, rows: int = 13) -> tuple[Tensor, Tensor]:
     return x.to(device), x.sum(1).sin().to(device)
 
 
-def gradients(devices: Sequence[Any], how: str, fn: Callable[..., Tensor] | None = None, **options: Any) -> Tree:
+def gradients(devices: Sequence[Any], how: Any, fn: Callable[..., Tensor] | None = None, **options: Any) -> Tree:
     """Loss and gradients of the net on these devices."""
     x, y = batch(devices[0])
     module = net(devices[0])
@@ -34,7 +35,7 @@ def gradients(devices: Sequence[Any], how: str, fn: Callable[..., Tensor] | None
     return fdp.value_and_grad(loss, devices=devices, executor=how, **options)(params, x, y)
 
 
-def module_step(devices: Sequence[Any], how: str, module: nn.Module, x: Tensor, y: Tensor, context: Any = None) -> Tree:
+def module_step(devices: Sequence[Any], how: Any, module: nn.Module, x: Tensor, y: Tensor, context: Any = None) -> Tree:
     """Loss and gradients by `fdp.backward`."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def module_step(devices: Sequence[Any], how: str, module: nn.Module, x: Tensor, 
     return value, [p.grad for p in module.parameters()]
 
 
-def checkpointed(devices: Any, how: str, *, keeps: bool = False) -> Tree:
+def checkpointed(devices: Any, how: Any, *, keeps: bool = False) -> Tree:
     module = net(devices[0])
     apply, _ = fdp.functional(module)
 
@@ -57,19 +58,19 @@ def checkpointed(devices: Any, how: str, *, keeps: bool = False) -> Tree:
     return gradients(devices, how, loss)
 
 
-def rows_draw(devices: Any, how: str) -> Tree:
+def rows_draw(devices: Any, how: Any) -> Tree:
     def loss(p: Tree, x: Tensor, y: Tensor) -> Tensor:
         return (F.dropout(x, 0.5) @ p["0.weight"].T).square().mean()
 
     return gradients(devices, how, loss, seed=3, randomness="rows")
 
 
-def synchronised_norm(devices: Any, how: str) -> Tree:
+def synchronised_norm(devices: Any, how: Any) -> Tree:
     module = fdp.nn.convert_sync_batchnorm(net(devices[0], norm=nn.BatchNorm1d))
     return module_step(devices, how, module, *batch(devices[0]))
 
 
-def channels_last(devices: Any, how: str) -> Tree:
+def channels_last(devices: Any, how: Any) -> Tree:
     torch.manual_seed(0)
     module = nn.Conv2d(3, 4, 3, padding=1).double().to(devices[0]).to(memory_format=torch.channels_last)
     x = torch.linspace(-1, 1, 12 * 3 * 64, dtype=torch.float64).reshape(12, 3, 8, 8).to(devices[0])
@@ -77,7 +78,7 @@ def channels_last(devices: Any, how: str) -> Tree:
     return module_step(devices, how, module, x, x.mean((1, 2, 3)))
 
 
-def sparse(devices: Any, how: str) -> Tree:
+def sparse(devices: Any, how: Any) -> Tree:
     torch.manual_seed(0)
     table = torch.randn(20, 4, dtype=torch.float64).to(devices[0])
     ids = torch.arange(26).reshape(13, 2).remainder(20).to(devices[0])
@@ -89,14 +90,14 @@ def sparse(devices: Any, how: str) -> Tree:
     return value, grad.to_dense()
 
 
-def autocast(devices: Any, how: str) -> Tree:
+def autocast(devices: Any, how: Any) -> Tree:
     def context() -> Any:
         return torch.autocast(devices[0].type, torch.bfloat16)
 
     return module_step(devices, how, net(devices[0]).float(), *(x.float() for x in batch(devices[0])), context)
 
 
-def meeting(devices: Any, how: str) -> Tree:
+def meeting(devices: Any, how: Any) -> Tree:
     def loss(p: Tree, x: Tensor, y: Tensor) -> Tensor:
         out = torch.tanh(x @ p["0.weight"].T + p["0.bias"])
         out = out - fdp.pmean(out.mean(0), weight="rows")
@@ -118,7 +119,7 @@ LAWS: dict[str, tuple[Case, float]] = {
 }
 
 
-def law(name: str, devices: Sequence[Any], how: str) -> str:
+def law(name: str, devices: Sequence[Any], how: Any) -> str:
     """Whether the numbers on these devices are those of the first alone."""
     case, tolerance = LAWS[name]
     want, got = tensors(case(devices[:1], "sequential")), tensors(case(devices, how))
@@ -128,7 +129,7 @@ def law(name: str, devices: Sequence[Any], how: str) -> str:
     return "right" if worst <= tolerance else f"WRONG: off by {worst:.2g}"
 
 
-def seeds(devices: Sequence[Any], how: str) -> str:
+def seeds(devices: Sequence[Any], how: Any) -> str:
     """Two runs with a seed are the same, and the caller's generators are untouched."""
 
     def loss(p: Tree, x: Tensor, y: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def seeds(devices: Sequence[Any], how: str) -> str:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    return [x.detach() for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return [x.detach() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 # ---- what has waited for ever on stand-ins
@@ -159,7 +160,10 @@ class InPlace(nn.Module):
         return self.last(F.dropout(self.first(x), 0.5))
 
 
-def loops(devices: Sequence[Any], how: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"seed": 3}, {"seed": 3, "randomness": "rows"})
+
+
+def loops(devices: Sequence[Any], how: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A checkpoint around what each of these does."""
     x, y = batch(devices[0])
     plain, odd = net(devices[0]), InPlace().double().to(devices[0])
@@ -169,7 +173,7 @@ def loops(devices: Sequence[Any], how: str) -> Iterator[tuple[str, Callable[[], 
         "dropout": (plain, lambda p, x: F.dropout(x @ p["0.weight"].T, 0.5).sum(1, keepdim=True)),
     }
     for name, (module, call) in inside.items():
-        for options in ({}, {"seed": 3}, {"seed": 3, "randomness": "rows"}):
+        for options in OPTIONS:
             params = {key: p.detach() for key, p in module.named_parameters()}
 
             def loss(p: Tree, x: Tensor, y: Tensor, call: Any = call) -> Tensor:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 import fdp
 from tests.accelerator.double.group import LIMIT, LateGroup, process_group
 
+core: Any = dist
 DEVICES = fdp.available_devices()
 
 
 def together(work: Callable[[LateGroup, int], Any], limit: datetime.timedelta = LIMIT, **options: Any) -> list[Any]:
     """What each of two processes returns, which are threads here."""
-    store = dist.HashStore()
+    store = core.HashStore()
 
     def run(rank: int) -> Any:
         return work(LateGroup(store, rank, 2, limit, **options), rank)

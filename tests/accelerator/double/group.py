@@ -18,7 +18,8 @@ from torch import Tensor
 from fdp.testing._virtual_tensor import VirtualTensor
 from tests.accelerator.double import streams
 
-_Work: Any = torch._C._distributed_c10d.Work
+core: Any = dist
+_Work: Any = core.distributed_c10d.Work
 LIMIT = datetime.timedelta(seconds=30)
 
 
@@ -56,9 +57,9 @@ class LateGroup(dist.ProcessGroup):
     def __init__(
         self, store: Any, rank: int, size: int, limit: datetime.timedelta = LIMIT, *, takes_host: bool = False
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._store, self.limit, self._takes_host = store, limit, takes_host
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, limit)
+        self._gloo: Any = core.ProcessGroupGloo(core.PrefixStore("gloo", store), rank, size, limit)
         self._communicators: list[torch.device] = []
         self.aborted: str | None = None
 
@@ -139,7 +140,7 @@ def process_group(*, takes_host: bool, rank: int = 0, size: int = 1, store: Any 
         dist.Backend.register_backend("late", lambda *a: LateGroup(*a), devices=["virtual"])
         dist.Backend.register_backend("late_and_host", lambda *a: LateGroup(*a, takes_host=True), devices=["virtual"])
     name = "late_and_host" if takes_host else "late"
-    dist.init_process_group(name, store=store or dist.HashStore(), rank=rank, world_size=size, timeout=LIMIT)
+    dist.init_process_group(name, store=store or core.HashStore(), rank=rank, world_size=size, timeout=LIMIT)
     try:
         yield dist.group.WORLD
     finally:

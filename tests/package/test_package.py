@@ -175,11 +175,8 @@ PRIVATE = {
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
     "tests/distributed/test_chain.py": "exchanges of one call by themselves, to any order of derivative",
     "tests/distributed/test_notices.py": "when a process says that it waits long, without waiting so long",
-<<<<<<< HEAD
     "tests/distributed/test_transport.py": "by what tensors go, and which accelerators are whose, without hardware",
-=======
     "tests/execution/test_on_mps.py": "the generator of a backend that is not here",
->>>>>>> 0f419bc (Mend what streams, threads and models of GPUs show)
     "tests/nn/test_parallel_apply.py": "GPUs of different size",
     "tests/trees/test_torch_private.py": "private names of torch, of which that file is the list",
 }

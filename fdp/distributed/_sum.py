@@ -18,6 +18,7 @@ from fdp.distributed._exchange import as_it_was, numbers_of, size_of, wire_dtype
 SCALE = 2.0**-24  # of weights, exact: so a sum over that many rows is no larger than the largest mean
 _BITS = 12  # of a mark: so the sum over 4,096 processes is exact in float32
 _TAIL = 7  # numbers behind each sum: two weights, marks of the call and of a digest, and whether there is one
+_FULL = 2**21  # numbers from which on the next parcel begins: one is packed while those before it are on their way
 _MOST = 16  # tails that are kept
 _MASK = (1 << _BITS) - 1
 PLAIN = 2  # the number of the weight of what is added up as it is
@@ -44,7 +45,7 @@ class Total(NamedTuple):
 
 @final
 class Wire:
-    """How tensors of these kinds are sent, in all processes: those of a dtype and device as one.
+    """How tensors of these kinds are sent, in all processes: those of a dtype and device as one, up to a size.
 
     Each has one of two weights, or is `PLAIN`. The first `n` real ones may be `sent_as` another dtype. `mark` stands
     for the call and all that has been agreed on.
@@ -56,10 +57,13 @@ class Wire:
         self.mark = mark
         self.marks = _marks(mark)
         groups: dict[Any, list[int]] = {}
+        filled: dict[Any, int] = {}
         for i, x in enumerate(tensors):
             dtype = sent_as if sent_as is not None and i < n and not x.is_complex() else wire_dtype(x.dtype)
-            groups.setdefault((dtype, x.device), []).append(i)
-        self.buckets = [_bucket(tensors, weights, at, *kind) for kind, at in groups.items()]
+            kind = dtype, x.device
+            groups.setdefault((*kind, filled.get(kind, 0) // _FULL), []).append(i)
+            filled[kind] = filled.get(kind, 0) + size_of(x)
+        self.buckets = [_bucket(tensors, weights, at, dtype, device) for (dtype, device, _), at in groups.items()]
         self.buckets.sort(key=lambda bucket: bucket.dtype is sent_as)  # which takes its total from another
         self._tails: dict[Any, Tensor] = {}
 

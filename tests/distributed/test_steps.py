@@ -104,6 +104,23 @@ def test_sums_in_bfloat16_take_half_the_bytes(two: Pool, four: Pool, size: int, 
                 assert 0 < largest < 2**-8 * count  # half a unit for each process, and for each addition
 
 
+def many_numbers(mesh: Any) -> Any:
+    """More than travel at once."""
+    params = [torch.linspace(-1, 1, 1_500_000) for _ in range(3)]
+    step = fdp.value_and_grad(lambda p, x: sum((q * q).sum() for q in p) * x.mean(), devices=mesh)
+    value, grads = [step(params, torch.full((2 + mesh.rank, 1), 1.0 + mesh.rank)) for _ in range(2)][1]
+    sent = messages(lambda: step(params, torch.ones(2, 1)))
+    return len(sent), value.item(), [(g / (2 * p))[[0, -1]].tolist() for g, p in zip(grads, params, strict=True)]
+
+
+def test_large_sums_go_in_parts(two: Pool):
+    mean = (2 * 1.0 + 3 * 2.0) / 5
+    for count, value, factors in two(many_numbers):
+        assert count == 3
+        assert value == pytest.approx(1_500_000 * mean, rel=1e-3)  # three sums of squares, each a third of the numbers
+        assert factors == [pytest.approx([mean, mean])] * 3
+
+
 # ---- what changes from step to step
 
 

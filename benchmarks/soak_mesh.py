@@ -1,8 +1,8 @@
 """Pairs of processes that take steps on a mesh, hit by a signal at a random moment: what becomes of them is counted.
 
-Steps: small (gradients in one message), large (one by one), with collectives, and a small one whose processes have two
-slots each. Hits: Ctrl-C of one process or of both, SIGTERM, SIGKILL,
-SIGSTOP of one, and SIGSTOP with SIGCONT a moment later, after which the job goes on.
+Steps: small, large, with collectives, and a small one whose processes have two slots each. Hits: Ctrl-C of one process
+or of both, SIGTERM, SIGKILL, SIGSTOP of one. After SIGSTOP with SIGCONT a moment later the job goes on; after a Ctrl-C
+that is caught, too: the next calls work in both processes, with the same numbers.
 
 Targets: a process that is hit ends by the signal, or by KeyboardInterrupt; the other ends by an error that says so.
 Nobody aborts. All end within `PROMPT` seconds, or, where a process is stopped, within the time limit of `init`.
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import fdp
 
@@ -52,15 +53,18 @@ class Hit(NamedTuple):
     name: str
     signals: Sequence[int]
     both: bool = False
+    goes_on: bool = False
 
 
 HITS = [
     Hit("SIGINT", (signal.SIGINT,)),
     Hit("SIGINT of both", (signal.SIGINT,), both=True),
+    Hit("SIGINT, caught", (signal.SIGINT,), goes_on=True),
+    Hit("SIGINT of both, caught", (signal.SIGINT,), both=True, goes_on=True),
     Hit("SIGTERM", (signal.SIGTERM,)),
     Hit("SIGKILL", (signal.SIGKILL,)),
     Hit("SIGSTOP", (signal.SIGSTOP,)),
-    Hit("SIGSTOP, SIGCONT", (signal.SIGSTOP, signal.SIGCONT)),
+    Hit("SIGSTOP, SIGCONT", (signal.SIGSTOP, signal.SIGCONT), goes_on=True),
 ]
 
 
@@ -108,7 +112,7 @@ WAYS: dict[str, tuple[Callable[[Any], Step], int]] = {
 }
 
 
-def program(way: str, rank: int, port: int, limit: float, path: str) -> None:
+def program(way: str, rank: int, port: int, limit: float, path: str, catches: bool) -> None:
     """A training as its own program, up to and with all that Python does at the end."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
@@ -118,20 +122,28 @@ def program(way: str, rank: int, port: int, limit: float, path: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     status = 0
     try:
-        train(way, limit, f"{path}.steps")
+        train(way, limit, f"{path}.steps", catches)
     except BaseException as error:
         traceback.print_exc()
         status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     ctypes.pythonapi.Py_Exit(status)  # a child of multiprocessing would end without it
 
 
-def train(way: str, limit: float, path: str) -> None:
+def train(way: str, limit: float, path: str, catches: bool) -> None:
+    """Steps with the same result, counted in a file. One that `catches` errors calls again: then all is well again."""
     make, slots = WAYS[way]
     mesh = fdp.distributed.init(devices=fdp.virtual_devices(slots), timeout=limit)
     step, count = make(mesh), os.open(path, os.O_WRONLY | os.O_CREAT)
+    first = step()
     for i in itertools.count(1):
-        step()
-        os.pwrite(count, struct.pack("<q", i), 0)
+        try:
+            found = step()
+            if not all(map(torch.equal, tree_leaves(found), tree_leaves(first))):
+                raise AssertionError(f"step {i} has other numbers: {found}")
+            os.pwrite(count, struct.pack("<q", i), 0)
+        except (KeyboardInterrupt, RuntimeError):
+            if not catches:
+                raise
 
 
 # ---- what is done to them
@@ -147,7 +159,8 @@ def one_round(seed: int, folder: Path, context: Any, ways: Sequence[str], hits: 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = [folder / f"{seed}-{rank}" for rank in range(2)]
-    processes = [context.Process(target=program, args=(way, i, port, limit, str(paths[i]))) for i in range(2)]
+    catches = hit.goes_on and signal.SIGINT in hit.signals
+    processes = [context.Process(target=program, args=(way, i, port, limit, str(paths[i]), catches)) for i in range(2)]
     for process in processes:
         process.start()
     pids = [process.pid for process in processes]
@@ -161,7 +174,7 @@ def one_round(seed: int, folder: Path, context: Any, ways: Sequence[str], hits: 
             for pid in pids if hit.both else [pids[target]]:
                 os.kill(pid, number)
         start = time.monotonic()
-        if len(hit.signals) > 1:  # the job goes on
+        if hit.goes_on:
             reached = max(map(steps, paths))
             goes_on = until(lambda: min(map(steps, paths)) > reached + 3, LIMIT)
             problem = "" if goes_on else "the job does not go on"

@@ -46,9 +46,11 @@ class World:
 
     def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
         """Around a call, which has a number; those inside of others have none."""
-        if AXES.get() or self._caller == threading.get_ident():
+        own = threading.get_ident()
+        # Ctrl-C may have come before a call was left: that is over once the epoch is.
+        if AXES.get() or (self._caller == own and self.epoch.ended is None):
             return NOTHING
-        if self._caller is not None:
+        if self._caller not in (None, own):
             raise RuntimeError(f"{where}: another thread is in a call on this mesh. One call at a time: use a lock")
         self._go_on(where)
         return self

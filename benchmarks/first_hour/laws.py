@@ -72,7 +72,8 @@ def synchronised_norm(devices: Any, how: Any) -> Tree:
 
 def channels_last(devices: Any, how: Any) -> Tree:
     torch.manual_seed(0)
-    module = nn.Conv2d(3, 4, 3, padding=1).double().to(devices[0]).to(memory_format=torch.channels_last)
+    module: Any = nn.Conv2d(3, 4, 3, padding=1).double().to(devices[0])
+    module = module.to(memory_format=torch.channels_last)
     x = torch.linspace(-1, 1, 12 * 3 * 64, dtype=torch.float64).reshape(12, 3, 8, 8).to(devices[0])
     x = x.to(memory_format=torch.channels_last)
     return module_step(devices, how, module, x, x.mean((1, 2, 3)))
@@ -94,7 +95,8 @@ def autocast(devices: Any, how: Any) -> Tree:
     def context() -> Any:
         return torch.autocast(devices[0].type, torch.bfloat16)
 
-    return module_step(devices, how, net(devices[0]).float(), *(x.float() for x in batch(devices[0])), context)
+    x, y = (t.float() for t in batch(devices[0]))
+    return module_step(devices, how, net(devices[0]).float(), x, y, context)
 
 
 def meeting(devices: Any, how: Any) -> Tree:

@@ -1,7 +1,7 @@
 """torch.nn.DataParallel with one import changed."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,7 +19,7 @@ from fdp.nn._buffers import keep_buffers
 from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
 from fdp.nn._reachable import OF_CLONE
-from fdp.nn._replicate import OF_REPLICAS, InPlace, replicas_of
+from fdp.nn._replicate import OF_REPLICAS, InPlace, check_placement, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 
 M = TypeVar("M", bound=nn.Module)
@@ -138,10 +138,9 @@ class DataParallel(nn.Module, Generic[M]):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
-            self._check_placement(chain(self.module.parameters(), self.module.buffers()))
+            check_placement(chain(self.module.parameters(), self.module.buffers()), self._devices[0])
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
-        self._check_placement(chain(self.module.parameters(), self.module.buffers()))
         args, keywords = self.scatter(inputs, kwargs, self.device_ids)
         if not args and not keywords:
             args, keywords = ((),), ({},)
@@ -152,7 +151,8 @@ class DataParallel(nn.Module, Generic[M]):
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
-        return replicas_of(module, as_devices(list(device_ids), self._where), self._where, InPlace, marks=_MARKS)
+        devices, source = as_devices(list(device_ids), self._where), self.src_device_obj
+        return replicas_of(module, devices, self._where, InPlace, marks=_MARKS, source=source)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
@@ -185,14 +185,6 @@ class DataParallel(nn.Module, Generic[M]):
         if isinstance(inputs, _Shards) and inputs.plan is not None:
             return [self.device_ids[slot] for slot in inputs.plan.slots]
         return self.device_ids[: len(inputs)]
-
-    def _check_placement(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.device != self.src_device_obj:
-                raise RuntimeError(
-                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but "
-                    f"found one of them on device: {tensor.device}"
-                )
 
     def _to_output(self, output: Tree) -> Tree:
         if self.output_device == index_of(self.src_device_obj):

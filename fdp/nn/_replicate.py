@@ -68,11 +68,17 @@ def replicas_of(
     *,
     marks: dict[str, Any] = OF_REPLICAS,
     detach: bool = False,
+    source: torch.device | None = None,
 ) -> list[M]:
-    """Clones over the module's tensors and over copies of them; what is made `otherwise` if none can stand for it."""
+    """Clones over the module's tensors, which are on the `source`, and over copies of them.
+
+    It is what is made `otherwise` if no clone can stand for the module.
+    """
     recipe, states = recipe_of(module)
     named = dict(zip(recipe.numbers, recipe.own(states)[1:], strict=False)) if states else _checked(module, where)
     _refuse_lazy(named.values())
+    if source is not None:
+        check_placement(named.values(), source)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         copies = [copies_of(named, devices[0]), *own_copies_of(named, devices[1:])]
     if why_in_place(recipe) is not None:
@@ -117,6 +123,16 @@ def _checked(module: nn.Module, where: str) -> Tensors:
                 f"{where}: {what} is scripted or traced, and cannot be replicated. Pass the Python module"
             )
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def check_placement(tensors: Iterable[Tensor], source: torch.device) -> None:
+    """Raise for a tensor that is elsewhere; the message is torch's."""
+    for tensor in tensors:
+        if tensor.device != source:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of them "
+                f"on device: {tensor.device}"
+            )
 
 
 def _refuse_lazy(tensors: Iterable[Tensor]) -> None:

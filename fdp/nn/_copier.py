@@ -46,7 +46,7 @@ class Copier:
             owner = self.copy(value.__self__, path)
             self.shared.append((path, value.__func__))
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if kind is functools.partial and not vars(value):
+        if kind is functools.partial:
             return self._partial(value, path)
         if issubclass(kind, nn.Module):  # by class: a weak proxy says that it is an instance
             return self._met(value, path)
@@ -58,10 +58,15 @@ class Copier:
         return [self.copy(value, f"{path}.{i}") for i, value in enumerate(values)]
 
     def _partial(self, value: functools.partial[Any], path: str) -> functools.partial[Any]:
-        held = [value.func, *value.args, *value.keywords.values()]
+        count, keys = len(value.args), [*value.keywords, *vars(value)]
+        held = [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
         func, *parts = copied = self._all(held, path)
-        named = dict(zip(value.keywords, parts[len(value.args) :], strict=True))
-        return value if all(map(is_, copied, held)) else functools.partial(func, *parts[: len(value.args)], **named)
+        if all(map(is_, copied, held)):
+            return value
+        named = list(zip(keys, parts[count:], strict=True))
+        own = functools.partial(func, *parts[:count], **dict(named[: len(value.keywords)]))
+        vars(own).update(named[len(value.keywords) :])
+        return own
 
     def _box(self, box: Any, path: str) -> Any:
         own: Any = box.copy()  # at once: other threads may write to it

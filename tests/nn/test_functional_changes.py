@@ -324,6 +324,25 @@ def test_bound_methods_and_partials_are_those_of_the_clone():
         close(torch.autograd.grad(out.sum(), list(params.values())), want)
 
 
+def test_a_partial_with_attributes_has_the_given_tensors():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3, bias=False)
+            self.call = functools.partial(nn.functional.linear, weight=self.fc.weight)
+            self.call.__doc__ = "as functools.update_wrapper leaves it"
+
+        def forward(self, x):
+            return self.call(x)
+
+    module, (x,), weight = seeded(Partly), X(), torch.randn(3, 3)
+    for out in (
+        functional(module)[0](({"fc.weight": weight}, {}), x)[0],
+        functional_call(module, {"fc.weight": weight}, x),
+    ):
+        close(out, x @ weight.T)
+
+
 def test_other_names_of_a_tied_tensor():
     class Listed(nn.Module):
         def __init__(self):

@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fdp._trees import torch_private
-from fdp._trees.profiling import is_profiling
 
 _SMALLEST = sys.float_info.min
 _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
@@ -46,7 +45,7 @@ def why_not_beside() -> str | None:
         return "other threads would not see a mode that is active here"
     if torch_private.len_torch_dispatch_stack() or torch_private.saved_tensors_hooks(True) is not None:
         return "other threads would not see a mode or hook that is active here"
-    if is_profiling() or torch_private.is_tracing():
+    if torch_private.profiler_enabled() or torch_private.is_tracing():
         return "other threads would not see what records here"
     layers = torch_private.get_interpreter_stack() or ()
     if torch_private.is_forward_mode() or any(layer.key() not in _CARRIED for layer in layers):

@@ -158,6 +158,7 @@ saved_tensors_hooks_get_disabled_error_message = _use(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _STATE
 )
 USED.append(Private("torch.autograd.profiler._is_profiler_enabled", "are ranges wanted?", SEEN))
+profiler_enabled = _use("torch._C._autograd._profiler_enabled", "does a profiler watch this thread alone?")
 USED.append(Private("torch.utils._device.DeviceContext", "the default device", SEEN))  # torch imports it late
 
 

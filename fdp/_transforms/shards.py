@@ -76,7 +76,7 @@ def ask_count(plan: Plan, state: State) -> None:
     """Each shard counts what `count` says of it."""
     where = state.where
     tasks = [partial(_count_of, plan, state, i) for i in range(len(state.columns))]
-    own = run_all(tasks, state.places, peers=state.peers)
+    own = _read(run_all(tasks, state.places, peers=state.peers))
     if not all(math.isfinite(weight) and weight >= 0 for weight in own):
         raise ValueError(f"{where}: count must return a finite number that is not negative, got {own}")
     peers = state.peers
@@ -92,10 +92,10 @@ def ask_count(plan: Plan, state: State) -> None:
         whole()
 
 
-def _count_of(plan: Plan, state: State, i: int) -> float:
+def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
     """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
     shard, around = Shard(i, state.columns[i], plan.gradients), plan.around
-    found: list[float] = []
+    found: list[float | Tensor] = []
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
         value = state.run_shard(shard.leaves(leaves), state.kind.count)
@@ -114,7 +114,8 @@ def _count_of(plan: Plan, state: State, i: int) -> float:
     return found[0]
 
 
-def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float:
+def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float | Tensor:
+    """A number, or the tensor that holds it: it is read later, with those of the other shards."""
     if isinstance(value, Tensor):
         if is_compiling:
             raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
@@ -125,10 +126,23 @@ def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float:
                 f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
                 "constants. If it may be taken for one, return a number: count.item()"
             )
+        own = layers(value)
+        if value.numel() == 1 and not (value.is_complex() or any(map(torch_private.is_batchedtensor, own))):
+            return torch_private.outside_transforms(own[-1].clone)  # the next shard may write to it
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
+
+
+def _read(values: Sequence[float | Tensor]) -> list[float]:
+    """What shards count. The host waits for their devices once."""
+    tensors = [x.detach().reshape(()) for x in values if isinstance(x, Tensor)]
+    if not tensors:
+        return list(map(float, values))
+    moved = [to_device(x, tensors[0].device, "count") for x in tensors]
+    found = iter(torch.stack(promoted(moved)).tolist())
+    return [float(next(found)) if isinstance(x, Tensor) else x for x in values]
 
 
 # ---- losses and gradients

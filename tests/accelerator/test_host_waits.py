@@ -90,7 +90,7 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "host-batch": (value_and_grad(x=X.cpu()), {"copy from the host in _placement/moves.py": 4}),
     "count": (
         value_and_grad(count=lambda p, b, x, y: (y > 0).sum()),
-        {"item in _transforms/shards.py": 4},
+        {"copy to the host in _transforms/shards.py": 1},  # of all shards at once
     ),
     # Integers under "mean" must be the same in all shards.
     "batch-norm": (value_and_grad(nn.BatchNorm1d), {EQUAL: 1}),
@@ -103,3 +103,12 @@ def test_how_often_a_step_waits(name: str):
     step, budget = STEPS[name]
     waits = waits_of(step)
     assert not [text for text in waits if waits[text] > budget.get(text, 0)], dict(waits)
+
+
+def test_what_shards_count_is_read_on_one_device():
+    step, _ = STEPS["count"]
+    with fdp.transfers() as copies:
+        step()
+    assert [(copy.source, copy.target) for copy in copies if copy.path == "count"] == [
+        (device, DEVICES[0]) for device in DEVICES[1:]
+    ]

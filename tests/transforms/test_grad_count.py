@@ -64,6 +64,29 @@ def test_a_shard_of_weight_0_is_left_out(slots: int, transformed: bool):
     assert_close_tree(aux, {"value": 2 * value, "w": W * value})
 
 
+def test_a_count_that_each_shard_writes_to_one_tensor():
+    held = torch.zeros((), dtype=torch.float64)
+    got = fdp.value_and_grad(weighted_loss, devices=SLOTS, count=lambda *args: held.copy_(mask_sum(*args)))(
+        W, X, Y, MASK
+    )
+    assert_close_tree(got, oracle(weighted_loss, W, X, Y, MASK))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_count_inside_of_transforms(transform: str):
+    def call(w: Tensor) -> Tensor:
+        return fdp.value_and_grad(weighted_loss, devices=SLOTS, count=mask_sum)(w, X, Y, MASK)[1]
+
+    def plain(w: Tensor) -> Tensor:
+        return torch.func.grad(weighted_loss)(w, X, Y, MASK)
+
+    if transform == "grad":
+        got, want = (torch.func.grad(lambda w, fn=fn: fn(w).square().sum())(W) for fn in (call, plain))
+    else:
+        got, want = (torch.func.vmap(fn)(torch.stack([W, W + 1])) for fn in (call, plain))
+    assert_close_tree(got, want)
+
+
 WRONG_COUNTS: dict[str, tuple[Callable[..., Any], str]] = {
     "zero": (lambda w, x: 0, "count is zero on all shards, and the mean over nothing is not defined"),
     "zero-tensor": (lambda w, x: x.new_zeros(()), "count is zero on all shards"),

@@ -6,7 +6,6 @@ the slots meet again. A backward takes the node with the highest number first. T
 slots: so each slot first does what needs nobody, and then all come to their meetings in one order.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,13 +37,13 @@ class Place(NamedTuple):
         if torch_private.depth() <= self.axis.run.depth:
             return exchange(self.axis, self.operation, tensors, self.same, self.given)
         level = torch_private.current_interpreter()
-        kind = level.key()
-        if kind == torch_private.TransformType.Vmap:
+        kind = level.key().name
+        if kind == "Vmap":
             return self._mapped(level, tensors)
-        if kind == torch_private.TransformType.Grad:
+        if kind == "Grad":
             return self._differentiated(level, tensors)
         check_can_meet(self.axis, self.operation.name)  # forward mode, functionalization
-        raise RuntimeError(f"{self.operation.name}: inside torch.func's {kind.name}, which is not supported")
+        raise RuntimeError(f"{self.operation.name}: inside torch.func's {kind}, which is not supported")
 
     def _mapped(self, level: Any, tensors: Sequence[Tensor]) -> Taken:
         number, size = level.level(), level.batch_size()
@@ -96,7 +95,7 @@ class _Linear(torch_private.SingleLevelFunction):
     def forward(place: Place, level: Any, reached: list[bool], *tensors: Tensor) -> Any:
         number = level.level()
         inner = [torch_private.unwrap_for_grad(x, number) for x in tensors]
-        with torch.set_grad_enabled(level.prev_grad_mode()), _forward_mode():
+        with torch.set_grad_enabled(level.prev_grad_mode()), torch_private.forward_mode_enabled(True):
             found = torch_private.outside_transforms(lambda: place.exchanged(inner), 1)
         reached[:] = found.reached
         return tuple(torch_private.wrap_for_grad(x, number) for x in found.tensors)
@@ -113,13 +112,3 @@ class _Linear(torch_private.SingleLevelFunction):
         filled = [torch.zeros(s, dtype=t, device=d) if x is None else x for x, (s, t, d) in pairs]
         tensors, reached = ctx.place.transposed([x is not None for x in grads]).exchanged(filled)
         return None, None, None, *(x if is_there else None for x, is_there in zip(tensors, reached, strict=True))
-
-
-@contextlib.contextmanager
-def _forward_mode() -> Any:
-    before = torch_private.is_fwd_grad_enabled()
-    torch_private.set_fwd_grad_enabled(True)
-    try:
-        yield
-    finally:
-        torch_private.set_fwd_grad_enabled(before)

@@ -83,7 +83,7 @@ def _values(xs: Sequence[Any]) -> list[Any]:
     if torch.compiler.is_compiling():
         return [None] * len(xs)
     wrapped = [layers(x) for x in xs]
-    if any(torch_private.is_batchedtensor(layer) for each in wrapped for layer in each):
+    if any(torch_private.is_batched(layer) for each in wrapped for layer in each):
         return [None] * len(xs)
     return torch.stack([each[-1].detach() for each in wrapped]).tolist()
 

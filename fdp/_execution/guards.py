@@ -61,13 +61,10 @@ def install() -> None:
                 for owner in (torch.random, torch):
                     theirs = getattr(owner, name)
                     setattr(owner, name, guards.setdefault(theirs, _refused(theirs, f"torch.{name}", _GENERATOR)))
-            torch_private.register_builtin(torch.manual_seed, "aten::manual_seed")
-            forward: Any = {
-                "torch.func.jvp": (torch_private.eager_transforms, "_jvp_with_argnums"),  # jacfwd and hessian call it
-                "torch.autograd.forward_ad.enter_dual_level": (forward_ad, "enter_dual_level"),
-            }
-            for what, (owner, name) in forward.items():
-                setattr(owner, name, _refused(getattr(owner, name), what, _FORWARD))
+            jvp = "torch._functorch.eager_transforms._jvp_with_argnums"  # jacfwd and hessian call it
+            torch_private.replace(jvp, _refused(torch_private.find(jvp), "torch.func.jvp", _FORWARD))
+            what = "torch.autograd.forward_ad.enter_dual_level"
+            forward_ad.enter_dual_level = _refused(forward_ad.enter_dual_level, what, _FORWARD)
             _installed = True
 
 

@@ -14,13 +14,11 @@ from fdp._trees import torch_private
 _SMALLEST = sys.float_info.min
 _FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     (torch.is_grad_enabled, torch_private.set_grad_enabled),
-    (torch_private.is_fwd_grad_enabled, torch_private.set_fwd_grad_enabled),
     (torch_private.is_multithreading_enabled, torch_private.set_multithreading_enabled),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (lambda: _SMALLEST * 0.5 == 0, torch.set_flush_denormal),  # Python's floats are subject to it too
 )
 _GETTERS = [get for get, _ in _FLAGS]
-_CARRIED = (torch_private.TransformType.Vmap, torch_private.TransformType.Grad)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
@@ -41,14 +39,13 @@ def why_not_beside() -> str | None:
     keep state outside of the stack of transforms. A profiler would see one thread.
     """
     modes = torch_private.get_current_function_mode_stack()
-    if any(not (isinstance(mode, Carried) or torch_private.is_default_device(mode)) for mode in modes):
+    if any(not (isinstance(mode, Carried) or type(mode).__module__.startswith("torch.")) for mode in modes):
         return "other threads would not see a mode that is active here"
     if torch_private.len_torch_dispatch_stack() or torch_private.saved_tensors_hooks(True) is not None:
         return "other threads would not see a mode or hook that is active here"
     if torch_private.profiler_enabled() or torch_private.is_tracing():
         return "other threads would not see what records here"
-    layers = torch_private.get_interpreter_stack() or ()
-    if torch_private.is_forward_mode() or any(layer.key() not in _CARRIED for layer in layers):
+    if torch_private.is_forward_mode() or not {"Vmap", "Grad"}.issuperset(torch_private.kinds_here()):
         return "other threads would not see a transform that is active here"
     return None
 
@@ -57,10 +54,7 @@ def why_not_together() -> str | None:
     """What of the caller's settings no other thread can see, also where slots take turns; None if there is nothing."""
     if torch_private.is_tracing():
         return "that torch.jit traces here"
-    layers = torch_private.get_interpreter_stack() or ()
-    if any(layer.key() is torch_private.TransformType.Functionalize for layer in layers):
-        return "functionalization"
-    return None
+    return "functionalization" if "Functionalize" in torch_private.kinds_here() else None
 
 
 class ThreadState(NamedTuple):
@@ -91,7 +85,7 @@ class ThreadState(NamedTuple):
             torch.is_inference_mode_enabled(),
             list(map(operator.call, _GETTERS)),
             autocasts,
-            torch_private.get_current_function_mode_stack() if torch_private.len_torch_function_stack() else [],
+            torch_private.get_current_function_mode_stack(),
             dispatch_modes or [],
             torch_private.saved_tensors_hooks(True),
             torch_private.saved_tensors_hooks_get_disabled_error_message(),

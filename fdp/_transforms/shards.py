@@ -127,7 +127,7 @@ def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float | Tenso
                 "constants. If it may be taken for one, return a number: count.item()"
             )
         own = layers(value)
-        if value.numel() == 1 and not (value.is_complex() or any(map(torch_private.is_batchedtensor, own))):
+        if value.numel() == 1 and not (value.is_complex() or any(map(torch_private.is_batched, own))):
             return torch_private.outside_transforms(own[-1].clone)  # the next shard may write to it
     try:
         return float(value)

@@ -4,11 +4,12 @@ A name here is torch's own without its underscores. A version of torch that has 
 with a message that says which, and what it was for.
 """
 
+import contextlib
 import importlib
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -58,24 +59,21 @@ def replace(path: str, value: Any) -> None:
 
 # Transforms of torch.func
 
-_WHICH = "which transforms are around"
 is_transformed = _use(
     "torch._C._are_functorch_transforms_active", "is there a transform around? It can be asked while compiling"
 )
-get_interpreter_stack = _use("torch._C._functorch.get_interpreter_stack", _WHICH)
-TransformType = _use("torch._C._functorch.TransformType", _WHICH)
+current_interpreter = _use(
+    "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter", "the innermost transform, and its level"
+)
 _INSIDE = "the tensors inside those of transforms"
 get_unwrapped = _use("torch._C._functorch.get_unwrapped", _INSIDE)
 is_functorch_wrapped_tensor = _use("torch._C._functorch.is_functorch_wrapped_tensor", _INSIDE)
-is_batchedtensor = _use("torch._C._functorch.is_batchedtensor", _INSIDE)
 is_gradtrackingtensor = _use("torch._C._functorch.is_gradtrackingtensor", _INSIDE)
 _STACK = "the stack of transforms is one for each thread: it is carried to threads, else gradients would be lost"
-without_transforms = _use("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _STACK)
 pop_layer = _use("torch._functorch.pyfunctorch.pop_dynamic_layer_stack", _STACK)
 push_layer = _use("torch._functorch.pyfunctorch.push_dynamic_layer_stack", _STACK)
 _FORWARD = "forward mode is one for the process: shards that run side by side may not enter it"
-eager_transforms = _use("torch._functorch.eager_transforms", _FORWARD)
-_jvp = _use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
+_use("torch._functorch.eager_transforms._jvp_with_argnums", _FORWARD)
 _forward_level = _use("torch.autograd.forward_ad._current_level", _FORWARD)
 
 
@@ -90,7 +88,12 @@ def is_forward_mode() -> bool:
 
 def depth() -> int:
     """How many transforms of torch.func are active here."""
-    return len(get_interpreter_stack() or ()) if is_transformed() else 0
+    return current_interpreter().level() if is_transformed() else 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, which a transform runs at once."""
+    return is_functorch_wrapped_tensor(tensor) and not is_gradtrackingtensor(tensor)
 
 
 class Transforms:
@@ -98,16 +101,16 @@ class Transforms:
 
     def __init__(self, count: int) -> None:
         self._taken: list[Any] = [None]  # where to stop
-        self._take = partial(self._taken.extend, map(operator.call, [pop_layer] * count))
-        self._put_back = partial(deque, map(push_layer, iter(self._taken.pop, None)), 0)
+        self.take = partial(self._taken.extend, map(operator.call, [pop_layer] * count))
+        self.put_back = partial(deque, map(push_layer, iter(self._taken.pop, None)), 0)
 
     def outside(self, call: Callable[[], Result]) -> Result:
         """What a call returns where they are not active; once."""
         try:
-            self._take()
+            self.take()
             return call()
         finally:
-            self._put_back()
+            self.put_back()
 
     def taken(self) -> list[Any]:
         """Those that were taken, the innermost first."""
@@ -119,19 +122,35 @@ def outside_transforms(call: Callable[[], Result], count: int | None = None) -> 
     return Transforms(depth() if count is None else count).outside(call)
 
 
+@contextlib.contextmanager
+def without_transforms() -> Iterator[None]:
+    """As a context: no transform of torch.func is active."""
+    transforms = Transforms(depth())
+    try:
+        transforms.take()
+        yield
+    finally:
+        transforms.put_back()
+
+
 def transforms_here() -> list[Any]:
     """The transforms that are active, the innermost first."""
     transforms = Transforms(depth())
     return transforms.outside(transforms.taken)
 
 
+def kinds_here() -> list[str]:
+    """Of what kind these are: "Vmap", "Grad", "Jvp", "Functionalize"."""
+    return [current_interpreter().key().name, *outside_transforms(kinds_here, 1)] if is_transformed() else []
+
+
 _LEVELS = "collectives inside torch.func meet at each level of its transforms"
-current_interpreter = _use("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter", _LEVELS)
 unwrap_batched = _use("torch._C._functorch._unwrap_batched", _LEVELS)
 add_batch_dim = _use("torch._C._functorch._add_batch_dim", _LEVELS)
 unwrap_for_grad = _use("torch._C._functorch._unwrap_for_grad", _LEVELS)
 wrap_for_grad = _use("torch._C._functorch._wrap_for_grad", _LEVELS)
 enable_single_level_function = _use("torch._functorch.autograd_function.enable_single_level_autograd_function", _LEVELS)
+forward_mode_enabled = _use("torch.autograd.forward_ad._set_fwd_grad_enabled", _LEVELS)
 if TYPE_CHECKING:  # else what is derived from it has an unknown base
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 else:
@@ -141,11 +160,8 @@ else:
 
 _STATE = "what a thread has of torch, carried to other threads"
 set_grad_enabled = _use("torch._C._set_grad_enabled", _STATE)
-is_fwd_grad_enabled = _use("torch._C._is_fwd_grad_enabled", _STATE)
-set_fwd_grad_enabled = _use("torch._C._set_fwd_grad_enabled", _STATE)
 is_multithreading_enabled = _use("torch._C._is_multithreading_enabled", _STATE)
 set_multithreading_enabled = _use("torch._C._set_multithreading_enabled", _STATE)
-len_torch_function_stack = _use("torch._C._len_torch_function_stack", _STATE)
 push_on_torch_function_stack = _use("torch._C._push_on_torch_function_stack", _STATE)
 pop_torch_function_stack = _use("torch._C._pop_torch_function_stack", _STATE)
 get_current_function_mode_stack = _use("torch.overrides._get_current_function_mode_stack", _STATE)
@@ -159,7 +175,6 @@ saved_tensors_hooks_get_disabled_error_message = _use(
 )
 USED.append(Private("torch.autograd.profiler._is_profiler_enabled", "are ranges wanted?", SEEN))
 profiler_enabled = _use("torch._C._autograd._profiler_enabled", "does a profiler watch this thread alone?")
-USED.append(Private("torch.utils._device.DeviceContext", "the default device", SEEN))  # torch imports it late
 
 
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
@@ -174,17 +189,8 @@ def fake_mode() -> Any:
     return next((mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)
 
 
-def is_default_device(mode: Any) -> bool:
-    """Whether a mode is the one of the default device."""
-    module = sys.modules.get("torch.utils._device")
-    return module is not None and isinstance(mode, module.DeviceContext)
-
-
 # Autograd
 
-is_legacy_batchedtensor = _use(
-    "torch._C._functorch.is_legacy_batchedtensor", "batches of gradients do not go through collectives over processes"
-)
 _ORDER = "in which order a backward takes nodes that several threads have made"
 get_sequence_nr = _use("torch._C._autograd._get_sequence_nr", _ORDER)
 _set_node_number = _use("torch._C._functions.AccumulateGrad._set_sequence_nr", _ORDER)
@@ -208,7 +214,7 @@ def gradients(
     create_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     """What `torch.autograd.grad` returns with `allow_unused`, without its questions if these are plain tensors."""
-    if len_torch_function_stack() or not _PLAIN.issuperset(map(type, (*outputs, *inputs))):
+    if get_current_function_mode_stack() or not _PLAIN.issuperset(map(type, (*outputs, *inputs))):
         return torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True)
     run = torch.autograd.graph._engine_run_backward  # not the one of above: the virtual accelerator has another
     roots, leaves = (tuple(outputs), tuple(given)), tuple(inputs)
@@ -268,16 +274,7 @@ def set_validate_args(value: bool) -> bool:
 if TYPE_CHECKING:  # else what is derived from it has an unknown base
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
-    BatchNorm = _use("torch.nn.modules.batchnorm._BatchNorm", "the base of all batch norms")
-OperatorBase = _use("torch._ops.OperatorBase", "behind an operator there is no module of a user")
-OpOverloadPacket = _use("torch._ops.OpOverloadPacket", "behind an operator there is no module of a user")
-_builtins = _use("torch.jit._builtins", "torch.manual_seed is replaced, and scripts are to know it")
-
-
-def register_builtin(function: Any, name: str) -> None:
-    """Tell scripts which operator a function stands for, if torch has told them of others; else it will."""
-    if _builtins._builtin_table is not None:
-        _builtins._register_builtin(function, name)
+    BatchNorm = torch.nn.BatchNorm1d.__base__
 
 
 def is_parametrize_caching() -> bool:

@@ -170,11 +170,6 @@ class Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Grad) -> Any:
         token, *own = grads
         step, given = ctx.step, [grad is not None for grad in own]
-        if any(grad is not None and torch_private.is_legacy_batchedtensor(grad) for grad in own):
-            raise RuntimeError(
-                f"{step.operation.name}: batched gradients of torch.autograd (is_grads_batched, jacobian(..., "
-                "vectorize=True)) cannot go through collectives over processes"
-            )
         if isinstance(step.operation, Extreme) and not any(given):
             return None, token, *own  # it has no gradient in other processes either, or they say that it cannot
         full = [

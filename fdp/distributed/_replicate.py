@@ -18,7 +18,7 @@ from fdp.distributed._exchange import meet, objects, same_of, share
 def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
-    if any(torch_private.is_batchedtensor(layer) for x in tensors for layer in layers(x)):
+    if any(torch_private.is_batched(layer) for x in tensors for layer in layers(x)):
         raise RuntimeError(
             "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call"
         )

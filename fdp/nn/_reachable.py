@@ -17,14 +17,13 @@ from typing import Any
 import torch.fx
 from torch import Tensor, nn
 
-from fdp._trees import torch_private
 from fdp.nn._values import ATOMS, BOXES, has_atoms_only, is_constant
 
 OF_CLONE = "_is_clone_of_fdp"
 LruCache = type(functools.lru_cache(len))
 # Either nothing is behind these, or nothing that a forward comes to.
 _ENDS = (type, types.ModuleType, types.CodeType, Tensor, Enum, logging.Filterer, io.IOBase)
-_ENDS += (torch.fx.Graph, torch_private.OperatorBase, torch_private.OpOverloadPacket)
+_ENDS += (torch.fx.Graph, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # operators
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MOST = 20_000
 """Objects that are looked at. With more the module is called in place."""

@@ -25,7 +25,6 @@ def flags() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch._C._is_fwd_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
@@ -45,7 +44,6 @@ CARRIED: dict[str, Callable[[], Any]] = {
     "autocast, not": lambda: torch.autocast("cpu", torch.float16, enabled=False),
     "default device": default_device,
     "device": lambda: torch.device("meta"),
-    "no forward mode": lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
     "backwards in one thread": lambda: torch.autograd.set_multithreading_enabled(False),
     "hooks refused": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
 }

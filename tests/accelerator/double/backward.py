@@ -60,7 +60,7 @@ def install() -> None:
 def _has_threads(roots: Any) -> bool:
     if _HERE.is_device_thread or not torch_private.is_multithreading_enabled():
         return False
-    if torch_private.is_transformed() or any(torch_private.is_legacy_batchedtensor(x) for x in roots):
+    if torch_private.is_transformed() or any(map(torch._C._functorch.is_legacy_batchedtensor, roots)):
         return False
     return any(x.device.type == virtual.NAME for x in roots)
 

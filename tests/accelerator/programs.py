@@ -28,7 +28,19 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grads[0]
 
 
-NET = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()).double()
+class Net(nn.Module):
+    """If its slots meet, they do between two uses of its parameters."""
+
+    def __init__(self, meets: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.meets = nn.Linear(4, 4), nn.LayerNorm(4), meets
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        return self.norm(out - mean(out) if self.meets else out).tanh()
+
+
+NET, MEETS = Net(False).double(), Net(True).double()
 
 
 def called(p: Any, x: Tensor) -> Tensor:
@@ -88,6 +100,7 @@ LAYERS: Mapping[str, Layer] = {
     "in place": lambda p, w, x: (x * 1).add_(w[0]),
     "inner grad": lambda p, w, x: x * torch.func.grad(lambda w: (w * w).sum())(w)[0],
     "module": lambda p, w, x: called(p, x),
+    "module with a mean": lambda p, w, x: torch.func.functional_call(MEETS, p["net"], (x,)),
     "hook": hooked,
     "checkpoint": again(plain),
     "checkpointed module": again(lambda p, w, x: called(p, x), preserve_rng_state=False),

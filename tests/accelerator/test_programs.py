@@ -27,6 +27,7 @@ def check(number: int) -> None:
         assert_close_tree(on_the_host(program.on(devices)), on_the_host(program.on_one(DEVICES[0])))
 
 
+@pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("numbers", BLOCKS, ids=lambda block: f"{block.start}-{block.stop - 1}")
 def test_random_programs(numbers: range):
     for number in numbers:

@@ -42,9 +42,12 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
     """
     if tensor.device != device:
         report(tensor, device, flat, index)
-        # From pinned memory a copy goes on while the host does; from other memory torch would wait all the same.
-        may_be_pinned = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
-        return tensor.to(device, non_blocking=may_be_pinned and layers(tensor)[-1].is_pinned())
+        if tensor.device.type != "cpu" or device.type in ("cpu", "meta") or not layers(tensor)[-1].is_pinned():
+            return tensor.to(device)
+        # From pinned memory a copy goes on while the host does. What has gaps torch puts elsewhere first, and waits.
+        if has_gaps(tensor) and not (tensor.requires_grad or torch_private.is_transformed()):
+            tensor = tensor.clone().pin_memory()
+        return tensor.to(device, non_blocking=True)
     return tensor.clone() if always else tensor
 
 
@@ -86,6 +89,13 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether between the elements of a tensor there is memory of others, as in columns of a matrix."""
+    if tensor.layout is not torch.strided:
+        return False
+    return 1 + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True)) != tensor.numel()
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

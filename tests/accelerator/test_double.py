@@ -154,9 +154,13 @@ def test_the_host_waits():
     x, host = torch.ones(3, device=DEVICES[1]), torch.ones(3)
     with host_waits.counted() as waits:
         (x * 2).sum()
-        host.to(DEVICES[1], non_blocking=True)
+        host.pin_memory().to(DEVICES[1], non_blocking=True)
         x.to(DEVICES[0])
     assert not waits
+    with host_waits.counted() as waits:
+        host.to(DEVICES[1], non_blocking=True)
+        host.pin_memory()[::2].to(DEVICES[1], non_blocking=True)
+    assert waits == {"copy from the host in the function": 2}
     with host_waits.counted() as waits:
         x.sum().item()
         torch.equal(x, x)

@@ -65,6 +65,13 @@ def on_devices(fn: Callable[..., Any]) -> Callable[[], Any]:
     return lambda: fdp.parallel_apply(step, params, batch)
 
 
+def columns() -> Callable[[], Any]:
+    """A batch in pinned memory whose rows are in dim 1."""
+    w, x = numbers(8).to(DEVICES[0]), numbers(8, 16).pin_memory()
+    step = fdp.grad(lambda w, x: (w @ x).square().mean(), in_dims=(None, 1), devices=DEVICES)
+    return lambda: step(w, x)
+
+
 def data_parallel() -> Callable[[], Any]:
     module = fdp.DataParallel(mlp(nn.BatchNorm1d), device_ids=list(DEVICES))
     return lambda: module(X).sum().backward()
@@ -86,7 +93,9 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
         on_devices(lambda grads, y: fdp.pmean(grads, weight=(y > 0).sum())),
         {"copy to the host in _collectives/mean.py": 4},
     ),
-    # A batch of the host is copied to each slot.
+    # A batch of the host is copied to each slot; from pinned memory nobody waits for that.
+    "pinned-batch": (value_and_grad(x=X.cpu().pin_memory()), {}),
+    "pinned-columns": (columns(), {}),
     "host-batch": (value_and_grad(x=X.cpu()), {"copy from the host in _placement/moves.py": 4}),
     "count": (
         value_and_grad(count=lambda p, b, x, y: (y > 0).sum()),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fdp
 from fdp.data.prefetch import memory_of
+from tests.accelerator.double import host_waits
 from tests.accelerator.double.streams import Stream
 from tests.common.numbers import numbers
 
@@ -72,6 +73,17 @@ def test_prefetch_waits_for_what_its_source_was_made_of():
     assert [torch.cat([x.cpu() for x in shards]).tolist() for shards in got] == [
         (part + 1).tolist() for part in data.cpu().split(3)
     ]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_batches_of_the_host_are_there_when_they_are_handed_on(dim: int):
+    batches = [numbers(6, 6) + i for i in range(4)]
+    with host_waits.counted() as waits:
+        ahead = fdp.prefetch(batches, DEVICES[:2], dim)
+        got = [fdp.gather(batch.map(lambda x: x * 2), dim) for batch in ahead]
+    assert not waits
+    for out, batch in zip(got, batches, strict=True):
+        assert torch.equal(out.cpu(), batch * 2)
 
 
 def test_a_source_of_prefetch_sees_the_current_device():

@@ -79,6 +79,9 @@ def _copies(name: str, source: torch.Tensor, target: torch.device, args: Any, kw
         streams.reads(name, _virtual(source))
         host_waits.count("copy to the host")
         streams.host_waits(source.device)
-    elif to_device and not (kwargs.get("non_blocking") or (name == "aten::copy_" and True in args[2:])):
-        host_waits.count("copy from the host")
-        streams.host_waits(target)
+    elif to_device:
+        is_late = kwargs.get("non_blocking") or (name == "aten::copy_" and True in args[2:])
+        is_dense = torch.empty_like(source).stride() == source.stride()
+        if not (is_late and source.is_pinned() and is_dense):
+            host_waits.count("copy from the host")
+            streams.host_waits(target)

@@ -201,7 +201,7 @@ def _step(tensor: VirtualTensor) -> tuple[Key, Clock]:
 
 
 def _notes(tensor: VirtualTensor) -> Notes:
-    storage: Any = tensor.host.untyped_storage()  # the same object for all tensors with this memory
+    storage = _storage(tensor.host)
     notes = getattr(storage, "notes", None)
     if notes is None:
         notes = storage.notes = Notes()
@@ -240,4 +240,18 @@ def install() -> None:
     for thing in (Stream, Event, current_stream, set_stream, stream, synchronize):
         setattr(module, thing.__name__, thing)
     tensor: Any = torch.Tensor
-    tensor.pin_memory = lambda self, device=None: self.clone()  # there is no memory of that kind
+    tensor.pin_memory = lambda self, device=None: _pinned(self.clone())
+    tensor.is_pinned = lambda self, device=None: (
+        self.layout is torch.strided and hasattr(_storage(self), "noted_as_pinned")
+    )
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """There is no memory of that kind: it is noted."""
+    _storage(tensor).noted_as_pinned = True
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    """The same object for all tensors with this memory."""
+    return tensor.untyped_storage()

@@ -1,5 +1,6 @@
 """How a loss over a batch is differentiated: checked settings, and the call that they describe."""
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -183,9 +184,16 @@ class Differentiation(CallKind):
         return GradientPlan(leaves, at, structures, are_tensors, usual, large, around.needs_func, is_attached)
 
     def dry(self) -> "Differentiation":
-        if self.count is None:
+        count = self.count
+        if count is None:
             return self
-        return dataclasses.replace(self, count=lambda *args, **kwargs: 1)  # it is a value, and says nothing of copies
+
+        def where_it_is(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(Exception):  # it may need data
+                return count(*args, **kwargs)
+            return 1
+
+        return dataclasses.replace(self, count=where_it_is)
 
     def outputs(
         self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]

@@ -41,8 +41,7 @@ def explain(
     not exist, but where torch is built without their type, some operations and gradients inside `fn` are a `problem`:
     use `virtual_devices` there.
 
-    `explain(fn, ...).copies` is what `transfers()` counts in `dp_apply(fn, ...)`. What `count=` of a gradient function
-    returns is not in it.
+    `explain(fn, ...).copies` is what `transfers()` counts in `dp_apply(fn, ...)`.
 
     What `value_and_grad`, `grad` and `grad_and_value` return is explained with what it was told, and with no other
     options: `explain(value_and_grad(loss, devices=...), params, (x, y))`. Its gradients are among the outputs.

@@ -141,6 +141,8 @@ def _read(values: Sequence[float | Tensor]) -> list[float]:
     if not tensors:
         return list(map(float, values))
     moved = [to_device(x, tensors[0].device, "count") for x in tensors]
+    if torch_private.fake_mode() is not None:  # nobody can know
+        return [1.0] * len(values)
     found = iter(torch.stack(promoted(moved)).tolist())
     return [float(next(found)) if isinstance(x, Tensor) else x for x in values]
 

@@ -112,12 +112,3 @@ def test_how_often_a_step_waits(name: str):
     step, budget = STEPS[name]
     waits = waits_of(step)
     assert not [text for text in waits if waits[text] > budget.get(text, 0)], dict(waits)
-
-
-def test_what_shards_count_is_read_on_one_device():
-    step, _ = STEPS["count"]
-    with fdp.transfers() as copies:
-        step()
-    assert [(copy.source, copy.target) for copy in copies if copy.path == "count"] == [
-        (device, DEVICES[0]) for device in DEVICES[1:]
-    ]

@@ -241,14 +241,15 @@ def install() -> None:
         setattr(module, thing.__name__, thing)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, device=None: _pinned(self.clone())
-    tensor.is_pinned = lambda self, device=None: (
-        self.layout is torch.strided and hasattr(_storage(self), "noted_as_pinned")
-    )
+    tensor.is_pinned = lambda self, device=None: self.layout is torch.strided and hasattr(_storage(self), _PINNED)
+
+
+_PINNED = "noted_as_pinned"
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """There is no memory of that kind: it is noted."""
-    _storage(tensor).noted_as_pinned = True
+    setattr(_storage(tensor), _PINNED, True)
     return tensor
 
 

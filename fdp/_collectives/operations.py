@@ -187,7 +187,7 @@ class Permute(Operation):
 
     def results(self, xs: Sequence[Tensor], leaf: int) -> list[Tensor]:
         sources = {target: source for source, target in self.pairs}
-        return [xs[sources[i]].clone() if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)]
+        return [xs[sources[i]] if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)]
 
     def transpose(self) -> Operation:
         return Permute([(target, source) for source, target in self.pairs])

@@ -166,7 +166,8 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"seed": 3}, {"seed": 3, "randomness"
 
 
 def loops(devices: Sequence[Any], how: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A checkpoint around what each of these does."""
+    """A checkpoint around what each of these does. In threads it keeps no generator: that is refused."""
+    keeps = how != "threads"
     x, y = batch(devices[0])
     plain, odd = net(devices[0]), InPlace().double().to(devices[0])
     inside = {
@@ -179,7 +180,8 @@ def loops(devices: Sequence[Any], how: Any) -> Iterator[tuple[str, Callable[[], 
             params = {key: p.detach() for key, p in module.named_parameters()}
 
             def loss(p: Tree, x: Tensor, y: Tensor, call: Any = call) -> Tensor:
-                return F.mse_loss(checkpoint(call, p, x, use_reentrant=False)[:, 0], y)
+                out: Any = checkpoint(call, p, x, use_reentrant=False, preserve_rng_state=keeps)
+                return F.mse_loss(out[:, 0], y)
 
             step = fdp.value_and_grad(loss, devices=devices, executor=how, **options)
             said = ", ".join(f"{key}={value!r}" for key, value in options.items())
@@ -189,7 +191,8 @@ def loops(devices: Sequence[Any], how: Any) -> Iterator[tuple[str, Callable[[], 
         def block(p: Tree, x: Tensor) -> Tensor:
             return x @ p["0.weight"].T - fdp.pmean((x @ p["0.weight"].T).mean(0))
 
-        out: Any = checkpoint(block, p, x, use_reentrant=False, context_fn=fdp.checkpoint_context)
+        context: Any = fdp.checkpoint_context
+        out: Any = checkpoint(block, p, x, use_reentrant=False, preserve_rng_state=keeps, context_fn=context)
         return out.square().mean()
 
     params = {key: p.detach() for key, p in plain.named_parameters()}

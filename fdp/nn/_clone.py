@@ -9,24 +9,9 @@ from torch import Tensor, nn
 from fdp.nn._copier import Copier
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import Recipe
-from fdp.nn._tree import FLAGS, HOOKS, Attributes, join
+from fdp.nn._tree import FLAGS, HOOKS, OF_STATE, Attributes, join
 
-
-class _NoHooks(OrderedDict[Any, Any]):
-    """The hooks of clones without any, one for all of them: to make some takes longer than the rest of a clone."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise RuntimeError(
-            "forward registers a hook on a module that is called with other tensors, and the clone that runs goes with "
-            "the call. Register the hook before: every later call has it"
-        )
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-_REGISTRIES, _EMPTY = {*HOOKS, *FLAGS}, OrderedDict[Any, Any]()
-_OF_CLONE: dict[str, Any] = {**dict.fromkeys(_REGISTRIES, _NoHooks()), OF_CLONE: True}
+_EMPTY = OrderedDict[Any, Any]()
 _new = object.__new__
 _put = vars(nn.Module)["__dict__"].__set__  # `object.__setattr__(module, "__dict__", ...)` takes longer
 
@@ -52,26 +37,37 @@ def clone(
     If the clone `shares`, it has the lists, dicts and sets of the module in which there is no tensor or module of it.
     A `replica` is a user's, who may register hooks on it; it has these attributes.
     """
-    made: list[Any] = [*map(_new, recipe.kinds()), None]  # the last one is number -1
-    common = _OF_CLONE if replica is None else replica
-    for (children, params, buffers), state, module in zip(recipe.links, states, made, strict=False):
-        own = state.copy()
-        own.update(common)
+    note, made = recipe.note, list[Any](map(_new, recipe.kinds()))
+    links: list[Any] = [*made, None]  # the last one is number -1
+    child, tensor = map(links.__getitem__, note.children), map(tensors.__getitem__, note.tensors)
+    for (children, params, buffers), (plain, shared), state, module in zip(
+        note.keys, note.plain, states, made, strict=True
+    ):
+        own = plain.copy()
+        for key in shared:
+            own[key] = state[key]
         if replica is not None:
-            own.update({key: OrderedDict() for key in _REGISTRIES})
-        own["_modules"] = {key: made[i] for key, i in children} if children else {}
-        own["_parameters"] = {key: tensors[i] for key, i in params} if params else {}
-        own["_buffers"] = {key: tensors[i] for key, i in buffers} if buffers else {}
-        own["_non_persistent_buffers_set"] = own["_non_persistent_buffers_set"].copy()
+            del own[OF_CLONE]
+            own.update(
+                {key: OrderedDict() for key in (*HOOKS, *FLAGS)}, **{key: state[key] for key in OF_STATE}, **replica
+            )
+        own["_modules"] = dict(zip(children, child, strict=False)) if children else {}
+        own["_parameters"] = dict(zip(params, tensor, strict=False)) if params else {}
+        own["_buffers"] = dict(zip(buffers, tensor, strict=False)) if buffers else {}
+        own["_non_persistent_buffers_set"] = state["_non_persistent_buffers_set"].copy() if buffers else set()
         _put(module, own)
-    plain = list(zip(recipe.unnamed, tensors[len(recipe.numbers) + 1 :], strict=True))
+    unnamed = list(zip(recipe.unnamed, tensors[len(recipe.numbers) + 1 :], strict=True))
     if not recipe.odd:
-        return Clone(made, plain)
+        return Clone(made, unnamed)
     own_tensors = recipe.own(states)
     of = dict(zip(recipe.ids, made, strict=False)) | dict(zip(map(id, own_tensors[1:]), tensors[1:], strict=True))
     copier = Copier(of, lambda module, path: module, shares=shares)
     for i, path, keys in recipe.odd:
         copied = {key: copier.copy(states[i][key], join(path, key)) for key in keys}
-        hooks = {key: copied.pop(key, _EMPTY).copy() for key in _REGISTRIES} if copied.keys() & _REGISTRIES else {}
+        hooks = (
+            {key: copied.pop(key, _EMPTY).copy() for key in (*HOOKS, *FLAGS)}
+            if not copied.keys().isdisjoint(HOOKS)
+            else {}
+        )
         vars(made[i]).update(copied, **hooks)
-    return Clone(made, [*plain, *copier.plain])
+    return Clone(made, [*unnamed, *copier.plain])

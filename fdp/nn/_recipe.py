@@ -1,5 +1,6 @@
 """What a tree of modules is made of: noted once, and looked at once a call, which makes its clones from that."""
 
+import types
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -12,10 +13,10 @@ from fdp._execution.process_lock import exclusively
 from fdp._transforms.own_statistics import may_take_own, takes_own
 from fdp._trees import torch_private
 from fdp.nn._copier import Copier
-from fdp.nn._reachable import LruCache, is_clone, is_settled, members, refuse_clone, way_back
-from fdp.nn._tree import HOOKS, OF_TENSORS, Attributes, Modules, Note, Numbers, join, note, numbered
+from fdp.nn._reachable import LruCache, Outside, is_clone, is_settled, members, refuse_clone, way_back
+from fdp.nn._tree import HOOKS, REGISTRIES, Attributes, Modules, join, note
 
-_registries = itemgetter("_modules", *OF_TENSORS, *HOOKS)
+_registries, _hooks = itemgetter(*REGISTRIES), itemgetter(*HOOKS)
 
 
 @final
@@ -23,8 +24,8 @@ class Recipe:
     """What a module is made of: names, keys and numbers, and no object of the user's.
 
     Tensors are numbered: none is 0, those with a name follow in the order of `params` and `buffers`, then the others.
-    `numbers` are theirs by name, and `names` has the other names of tied tensors too. `in_place` says why no clone can
-    stand for the module, which is then called itself.
+    `usual` are their names by number, `numbers` the reverse, and `names` has the other names of tied tensors too.
+    `in_place` says why no clone can stand for the module, which is then called itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,29 +33,39 @@ class Recipe:
         states = list(map(vars, tree.all))
         self._refs, self._kinds = list(map(weakref.ref, tree.all)), [weakref.ref(type(part)) for part in tree.all]
         self._is_clone, self._registered, self.ids = is_clone(module), tree.registered, tree.numbers
-        self._versions, (notes, (self.places, slots)) = _versions(states), self._note(states)
-        self._noted = notes, Numbers(self.places, slots)
-        self.links = [(children, *both) for (_, children), both in zip(notes, slots, strict=True)]
-        self.odd = [(i, path, keys) for i, (path, (keys, _)) in enumerate(zip(tree.paths, notes, strict=True)) if keys]
+        self._marks, self.note = _marks(states), note(states, self.ids, self._registered)
+        self.odd = [
+            (i, path, keys) for i, (path, keys) in enumerate(zip(tree.paths, self.note.odd, strict=True)) if keys
+        ]
         self._norms = [ref for ref, part in zip(self._refs, tree.all, strict=True) if may_take_own(part)]
         self._embeddings = [i for i, part in enumerate(tree.all) if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-        paths = [join(tree.paths[i], key) for i, _, key in self.places]
-        named = sum(i < tree.registered for i, _, _ in self.places)
-        self.numbers, self.unnamed = {path: number for number, path in enumerate(paths[:named], 1)}, paths[named:]
-        held = [(tree.paths[i], *each) for i in range(tree.registered) for each in chain(*slots[i])]
-        self.names = {join(path, key): number for path, key, number in held if number}
-        self.params, self.buffers = (
-            dict.fromkeys(dict(module.named_parameters())),
-            dict.fromkeys(dict(module.named_buffers())),
-        )
-        self.buffer_slots = [(i, *slot) for i, (_, held) in enumerate(slots) for slot in held if 0 < slot[1] <= named]
-        self.in_place = tree.reason
+        places, names = self.note.places, [join(tree.paths[i], key) for i, _, key in self.note.places]
+        named = sum(i < tree.registered for i, _, _ in places)
+        self.usual, self.unnamed = dict(enumerate(names[:named], 1)), names[named:]
+        self.numbers = {name: number for number, name in self.usual.items()}
+        slots = [
+            (i, registry, key)
+            for i, (_, *both) in enumerate(self.note.keys)
+            for registry, keys in zip(REGISTRIES[1:], both, strict=True)
+            for key in keys
+        ]
+        held = [slot for slot in zip(slots, self.note.tensors, strict=True) if 0 < slot[1] <= named]
+        self.names = {join(tree.paths[i], key): number for (i, _, key), number in held if i < tree.registered}
+        self.buffer_slots = [
+            (i, key, number, places[number - 1] == (i, registry, key))
+            for (i, registry, key), number in held
+            if registry == "_buffers"
+        ]
+        self.params = dict.fromkeys(name for name, _ in module.named_parameters())
+        self.buffers = dict.fromkeys(name for name, _ in module.named_buffers())
+        self.in_place, seen = tree.reason, dict[int, Any]()
         if [*self.params, *self.buffers] != [*self.numbers]:
             self.in_place = tree.reason or f"{type(module).__name__} names its tensors in a way of its own"
         if self.in_place is None:
             of_classes = [(f"the class {kind.__name__}", each) for kind in {*self.kinds()} for each in members(kind)]
             cached = [path for path, each in of_classes if isinstance(each, LruCache)]  # keeps each instance it is of
-            self.in_place = f"{cached[0]} has a cache" if cached else self._way_back(states, of_classes)
+            self.in_place = f"{cached[0]} has a cache" if cached else self._way_back(states, of_classes, seen)
+        self._outside = Outside(self.kinds(), [each for each in seen.values() if type(each) is types.FunctionType])
 
     def kinds(self) -> list[Any]:
         """The class of each module."""
@@ -66,21 +77,23 @@ class Recipe:
         if not parts or list(map(type, parts)) != self.kinds():
             return None
         states = [part.__dict__ for part in parts]
-        versions = _versions(states)
-        if versions != self._versions:
-            if self._note(states) != self._noted:
+        marks = _marks(states)
+        if marks != self._marks:
+            now = note(states, self.ids, self._registered)
+            if now[:-1] != self.note[:-1]:
                 return None
-            self._versions = versions  # of before the look: another thread may have written since
+            self.note, self._marks = now, marks  # of before the look: another thread may have written since
+        if self._outside.are_others():
+            return None
         try:
-            return states if self.in_place or self._way_back(states) is None else None
+            return states if self.in_place or not self.odd or self._way_back(states) is None else None
         except (KeyError, RecursionError):  # there is a module that was not
             return None
 
-    def _note(self, states: Sequence[Attributes]) -> tuple[list[Note], Numbers]:
-        return [note(state, self.ids) for state in states], numbered(states, self._registered)
-
-    def _way_back(self, states: Sequence[Attributes], others: Iterable[tuple[str, Any]] = ()) -> str | None:
-        """What of all that a clone shares with the module may lead back to it."""
+    def _way_back(
+        self, states: Sequence[Attributes], others: Iterable[tuple[str, Any]] = (), seen: dict[int, Any] | None = None
+    ) -> str | None:
+        """What of all that a clone shares with the module may lead back to it. What was looked at is `seen` then."""
         copier = Copier(dict(zip(self.ids, self._refs, strict=True)) if self.odd else {}, self._met)
         for i, path, keys in self.odd:
             for key in keys:
@@ -89,7 +102,7 @@ class Recipe:
         if not shared:
             return None
         targets = copier.boxes().union(self.ids, *(map(id, each) for each in (states, *map(_registries, states))))
-        path = way_back(shared, targets, refuses_clones=not self._is_clone)
+        path = way_back(shared, targets, {} if seen is None else seen, refuses_clones=not self._is_clone)
         return None if path is None else f"{path} leads back to it, or may do so"
 
     def _met(self, module: nn.Module, path: str) -> Any:
@@ -99,18 +112,22 @@ class Recipe:
 
     def own(self, states: Sequence[Attributes]) -> list[Any]:
         """The module's own tensors by number."""
-        return [None, *[states[i][registry][key] for i, registry, key in self.places]]
+        return [None, *[states[i][registry][key] for i, registry, key in self.note.places]]
 
     def others(self, states: Sequence[Attributes]) -> list[Any]:
         """Those that have no name."""
-        return [states[i][registry][key] for i, registry, key in self.places[len(self.numbers) :]]
+        return [states[i][registry][key] for i, registry, key in self.note.places[len(self.numbers) :]]
 
     def renormalised(self, states: Sequence[Attributes]) -> list[str]:
         """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
-        found = [
-            dict(self.links[i][1]).get("weight") for i in self._embeddings if states[i].get("max_norm") is not None
-        ]
-        return [name for name, number in self.numbers.items() if number in found] if found else []
+        found = {
+            id(states[i]["_parameters"].get("weight"))
+            for i in self._embeddings
+            if states[i].get("max_norm") is not None
+        }
+        if not found:
+            return []
+        return [name for name, tensor in zip(self.numbers, self.own(states)[1:], strict=False) if id(tensor) in found]
 
     def takes_own_statistics(self) -> bool:
         """Whether several slots do not compute what one device does."""
@@ -147,6 +164,7 @@ def _new(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
     return recipe, [vars(part) for ref in recipe._refs if (part := ref()) is not None]
 
 
-def _versions(states: Sequence[Attributes]) -> list[int]:
-    """How often attributes and registries have been written."""
-    return list(map(torch_private.dict_version, chain(states, chain.from_iterable(map(_registries, states)))))
+def _marks(states: Sequence[Attributes]) -> list[int]:
+    """How often attributes and registries have been written, and the numbers of hooks: they differ after any change."""
+    dicts = chain(states, chain.from_iterable(map(_registries, states)))
+    return [*map(torch_private.dict_version, dicts), *map(len, chain.from_iterable(map(_hooks, states)))]

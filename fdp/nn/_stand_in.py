@@ -44,21 +44,25 @@ def stand_in(
         with _alone(module, recipe), swap:
             yield Clone([module])
         return
-    tensors, names = recipe.own(states), {recipe.names[name]: name for name in given}
-    for number, name in names.items():
-        tensors[number] = given[name]
+    if [*given] == [*recipe.numbers]:  # the usual case: there is nothing to look up
+        names, tensors = recipe.usual, [None, *given.values(), *recipe.others(states)]
+    else:
+        names, tensors = {recipe.names[name]: name for name in given}, recipe.own(states)
+        for number, name in names.items():
+            tensors[number] = given[name]
     made = clone(recipe, states, tensors, shares=shares)
     try:
         yield made
     finally:
-        for i, key, number in recipe.buffer_slots:
+        for i, key, number, is_first in recipe.buffer_slots:
             now, name = vars(made.modules[i])["_buffers"].get(key, _GONE), names.get(number)
-            if name is None and now is not tensors[number] and now is not _GONE:
-                states[i]["_buffers"][key] = now
-            elif name is not None and recipe.places[number - 1] == (i, "_buffers", key):
-                given[name] = now
-                if now is _GONE:
+            if name is not None:
+                if is_first and now is _GONE:
                     del given[name]
+                elif is_first:
+                    given[name] = now
+            elif now is not tensors[number] and now is not _GONE:
+                states[i]["_buffers"][key] = now
 
 
 _GONE = object()

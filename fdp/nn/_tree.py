@@ -1,22 +1,44 @@
 """A tree of modules as it is now: its modules, what refers to what, and its tensors by number."""
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fdp.nn._copier import Copier
-from fdp.nn._reachable import is_clone, is_settled, refuse_clone
+from fdp.nn._reachable import OF_CLONE, is_clone, is_settled, refuse_clone
 from fdp.nn._values import is_constant
 
 Attributes: TypeAlias = dict[str, Any]
 """Those of a module, its registries among them."""
 
+REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-OF_TENSORS = ("_parameters", "_buffers")
 _OF_EACH = frozenset(vars(nn.Module())).difference(HOOKS, FLAGS)  # what every module has, and no forward asks for
+OF_STATE = tuple(key for key in _OF_EACH if key.endswith("_hooks"))
+
+
+class _NoHooks(OrderedDict[Any, Any]):
+    """The hooks of clones without any, one for all of them: to make some takes longer than the rest of a clone."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise RuntimeError(
+            "forward registers a hook on a module that is called with other tensors, and the clone that runs goes with "
+            "the call. Register the hook before: every later call has it"
+        )
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+_NO_HOOKS = _NoHooks()
+_REPLACED = {
+    **dict.fromkeys((*REGISTRIES, "_non_persistent_buffers_set")),
+    **dict.fromkeys((*HOOKS, *FLAGS), _NO_HOOKS),
+}
 
 
 class Modules:
@@ -67,18 +89,51 @@ class Modules:
 
 
 class Note(NamedTuple):
-    """What of a module a recipe is made of."""
+    """What a recipe is made of. The last two follow one another through the registries of all modules."""
 
-    odd: list[str]
-    """Attributes that may refer to modules and tensors."""
-    children: list[tuple[str, Any]]
+    odd: list[list[str]]
+    """The attributes of each module that may refer to modules and tensors."""
+    keys: list[tuple[tuple[str, ...], ...]]
+    """Those of the registries of each module. Equal ones are one object: a call comes to fewer."""
+    places: list[tuple[int, str, str]]
+    """Module, registry and key of each tensor, from number 1: parameters, buffers, and those that have no name."""
+    children: list[Any]
     """By number: -1 is none, and None is a module that was not there."""
+    tensors: list[int]
+    """By number: none is 0, and a tensor that is tied has one number."""
+    plain: list[tuple[Attributes, list[str]]]
+    """What every clone of each module begins with, and the other attributes that it shares with the module."""
 
 
-def note(state: Attributes, numbers: Mapping[int, int]) -> Note:
-    """What a module is like now."""
-    children = state["_modules"].copy().items()
-    return Note(odd_keys(state), [(key, -1 if child is None else numbers.get(id(child))) for key, child in children])
+def note(states: Sequence[Attributes], numbers: Mapping[int, int], registered: int) -> Note:
+    """What the modules of a tree are like now; the first ones are `registered`."""
+    held = [[state[name].copy() for name in REGISTRIES] for state in states]  # at once: other threads may write
+    known, places = {id(None): 0}, list[tuple[int, str, str]]()
+    order = [(i, which) for which in (1, 2) for i in range(registered)]
+    order += [(i, which) for i in range(registered, len(states)) for which in (1, 2)]
+    for i, which in order:
+        for key, tensor in held[i][which].items():
+            if known.setdefault(id(tensor), len(known)) > len(places):
+                places.append((i, REGISTRIES[which], key))
+    kept, keys = dict[Any, Any](), [tuple(map(tuple, of_each)) for of_each in held]
+    children = [-1 if child is None else numbers.get(id(child)) for modules, *_ in held for child in modules.values()]
+    tensors = [known[id(tensor)] for _, *both in held for registry in both for tensor in registry.values()]
+    keys = [kept.setdefault(of_each, of_each) for of_each in keys]
+    odd, plain = list(map(odd_keys, states)), list[Any]()
+    for found in map(_plain, states, odd):
+        plain.append(kept.setdefault((*found[0], *map(id, found[0].values()), *found[1]), found))
+    return Note(odd, keys, places, children, tensors, plain)
+
+
+def _plain(state: Attributes, odd: Container[str]) -> tuple[Attributes, list[str]]:
+    begin, shared = {**state, **_REPLACED, OF_CLONE: True}, list[str]()
+    for key, value in begin.items():
+        if key in OF_STATE and not value:
+            begin[key] = _NO_HOOKS
+        elif key not in _REPLACED and not is_constant(value):
+            begin[key] = None
+            shared += [key] * (key not in odd)
+    return begin, shared
 
 
 def odd_keys(state: Attributes) -> list[str]:
@@ -90,30 +145,6 @@ def _is_plain(key: str, value: Any) -> bool:
     if key in HOOKS or key in FLAGS:
         return not value
     return is_constant(value) or (not isinstance(value, Tensor) and is_settled(value))
-
-
-class Numbers(NamedTuple):
-    """The tensors of a tree by number: none is 0, then parameters, buffers, and those that have no name."""
-
-    places: list[tuple[int, str, str]]
-    """Module, registry and key of each, from number 1."""
-    slots: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]]
-    """The keys of the two registries of each module, with the number of the tensor."""
-
-
-def numbered(states: Sequence[Attributes], registered: int) -> Numbers:
-    """Number the tensors. A tensor that is tied has one number."""
-    numbers, places = {id(None): 0}, list[tuple[int, str, str]]()
-    slots: list[Any] = [([], []) for _ in states]
-    order = [(i, which) for which in (0, 1) for i in range(registered)]
-    order += [(i, which) for i in range(registered, len(states)) for which in (0, 1)]
-    for i, which in order:
-        for key, tensor in states[i][OF_TENSORS[which]].copy().items():
-            number = numbers.setdefault(id(tensor), len(numbers))
-            slots[i][which].append((key, number))
-            if number > len(places):
-                places.append((i, OF_TENSORS[which], key))
-    return Numbers(places, slots)
 
 
 def join(path: str, key: object) -> str:

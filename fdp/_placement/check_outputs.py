@@ -140,32 +140,26 @@ def differing_integers(shards: Sequence[Sequence[Any]], flat: Flat) -> list[tupl
     device = layers(flat.leaves[found[0]])[-1].device
     if device.type == "meta":
         return []
-    dtypes = dict.fromkeys([flat.leaves[i].dtype for i in found])
     packed: list[Tensor] = []
     for leaves in shards:
         own = [layers(leaves[i])[-1] for i in found]
         for i, tensor in zip(found, own, strict=True):
             if tensor.device != device:
                 report(tensor, device, flat, i)
-        own = [torch_private.flatten_dense_tensors([x for x in own if x.dtype is dtype]).long() for dtype in dtypes]
-        packed.append(torch.cat(own).to(device))
-    if torch_private.fake_mode() is not None or bool((torch.stack(packed) == packed[0]).all()):
+        packed.append(torch.cat([x.reshape(-1).long() for x in own]).to(device))
+    differs = (torch.stack(packed) != packed[0]).any(0)
+    if torch_private.fake_mode() is not None or not bool(differs.any()):
         return []
-    columns = [[leaves[i] for leaves in shards] for i in found]
+    sizes = [layers(flat.leaves[i])[-1].numel() for i in found]
     return [
         (
             i,
-            f"is {column[0].dtype}, which has no 'mean', and differs between shards ({_values(column)}): choose 'sum', "
-            "'max', 'min' or 'list', or return a float",
+            f"is {flat.leaves[i].dtype}, which has no 'mean', and differs between shards "
+            f"({_values([leaves[i] for leaves in shards])}): choose 'sum', 'max', 'min' or 'list', or return a float",
         )
-        for i, column in zip(found, columns, strict=True)
-        if not all(torch.equal(*_here(column[0], value)) for value in column)
+        for i, part in zip(found, differs.split(sizes), strict=True)
+        if part.any()
     ]
-
-
-def _here(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    one, other = layers(a)[-1], layers(b)[-1]
-    return one, other.to(one.device)
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -1,6 +1,5 @@
 """What every kind of leaf has in common: what becomes of it, and what is said of it."""
 
-import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from fdp._placement.moves import Memo, is_inexact
 from fdp._placement.partition import Partition
-from fdp._placement.planned_leaf import PlannedLeaf
+from fdp._placement.planned_leaf import PlannedLeaf, planned
 from fdp._trees.tree import Flat, flatten, tensors_in
 from fdp._trees.types import Tree
 
@@ -18,7 +17,7 @@ Make = Callable[[Tensor, int | None], Tensor]
 """Another tensor in the place of one, which has rows along a dim, or none."""
 
 
-class LeafPlan(abc.ABC):
+class LeafPlan:
     """What becomes of one leaf.
 
     Attributes:
@@ -27,9 +26,11 @@ class LeafPlan(abc.ABC):
         shares: Which shards there are.
         is_cut: Whether it has rows, of which each shard gets its own.
         moves: Whether it is copied to another device.
+        how: What `explain` says of it.
         is_needed_whole: Whether it is a tensor that every shard gets whole.
     """
 
+    how: str
     is_cut = False
     moves = False
     is_needed_whole = False
@@ -42,18 +43,26 @@ class LeafPlan(abc.ABC):
     def path(self) -> str:
         return self.flat.path(self.index)
 
+    def inside(self, value: Any) -> Tree:
+        """The tree of the tensors in it."""
+        return value
+
     def tensors(self, value: Any) -> Sequence[Tensor]:
         """All tensors in it."""
-        return tensors_in(value)
+        return tensors_in(self.inside(value))
 
     def paths_of(self, value: Any, tensor: Tensor) -> list[str]:
         """Where in it a tensor stands."""
-        inner = flatten(value, self.path)
+        inner = flatten(self.inside(value), self.path)
         return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
+
+    def parts(self, value: Any, shares: Partition) -> Sequence[Any]:
+        """What each shard has of it, where it is now."""
+        return [value] * len(shares.slots)
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         """What each shard gets of it. What tensors became is in the memo, so that each is moved once."""
-        return [value] * len(self.shares.slots)
+        return self.parts(value, self.shares)
 
     def wrong(self, value: Any, where: str) -> list[str]:
         """What in it cannot be differentiated."""
@@ -70,9 +79,10 @@ class LeafPlan(abc.ABC):
         """Its gradient, from the sums of those tensors, or from the gradients that the shards have of their parts."""
         raise NotImplementedError
 
-    @abc.abstractmethod
     def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
-        """What `explain` says of it."""
+        """What `explain` shows of it."""
+        rows, whole = shares.sizes if self.is_cut else None, value.shape if isinstance(value, Tensor) else None
+        yield planned(self.path, self.parts(value, shares), shares.devices, self.how, rows, whole)
 
     def kind(self, value: Any) -> Any:
         """What draws may depend on of it: all but rows."""

@@ -6,7 +6,7 @@ A plan of a leaf holds no value. It is given the leaf of a call, or of another c
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any, final
 
 import torch
@@ -17,13 +17,13 @@ from fdp._placement.moves import Memo, concat, copy, copy_once, new_memo, split,
 from fdp._placement.packing import copy_or_packed, packed_copies
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
-from fdp._placement.planned_leaf import PlannedLeaf, on_slots, planned
+from fdp._placement.planned_leaf import PlannedLeaf, on_slots
 from fdp._placement.replicate import replicate_on
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import flatten_args, rows_of
-from fdp._trees.tree import Flat, flatten, leaves_up_to, tensors_in, tree_map, unflatten
-from fdp._trees.types import AUTO, Tree
+from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
+from fdp._trees.types import AUTO, Dims, Tree
 
 
 @final
@@ -35,23 +35,22 @@ class TensorPlan(LeafPlan):
         self.moves = any(device != value.device for device in shares.devices)
         self.is_cut = self.dim is not None and shares.sizes is not None
         self.is_needed_whole = self.dim is None
+        self.how = f"split along dim {self.dim}" if self.is_cut else "whole"
 
-    def tensors(self, value: Tensor) -> Sequence[Tensor]:
-        return (value,)
-
-    def paths_of(self, value: Tensor, tensor: Tensor) -> list[str]:
-        return [self.path]
+    def parts(self, value: Tensor, shares: Partition) -> Sequence[Tensor]:
+        sizes = shares.sizes
+        return split(value, sizes, self.dim) if self.is_cut and sizes else super().parts(value, shares)
 
     def cut(self, value: Tensor, memo: Memo | None) -> Sequence[Tensor]:
-        devices, sizes = self.shares.devices, self.shares.sizes
-        if not self.is_cut or sizes is None or len(devices) == 1:
+        devices = self.shares.devices
+        if not self.is_cut or len(devices) == 1:
             if not self.moves:
                 return [value] * len(devices)
             return [copy_once(value, device, self.flat, self.index, memo) for device in devices]
         key = None if memo is None else (id(value), self.dim)
         if memo is not None and key in memo:
             return memo[key]
-        parts = value.split_with_sizes(sizes, self.dim)  # one node: that of `narrow` builds a full gradient for each
+        parts = self.parts(value, self.shares)
         if self.moves:
             pairs = zip(parts, devices, strict=True)
             parts = [copy(part, device, self.flat, self.index) for part, device in pairs]
@@ -69,13 +68,6 @@ class TensorPlan(LeafPlan):
             return torch.zeros_like(value)
         return concat([home(part, value, self.flat, self.index) for part in parts], self.dim)
 
-    def planned(self, value: Tensor, shares: Partition) -> Iterator[PlannedLeaf]:
-        if self.dim is None or shares.sizes is None:
-            yield planned(self.path, [value] * len(shares.slots), shares.devices, "whole")
-            return
-        parts, how = split(value, shares.sizes, self.dim), f"split along dim {self.dim}"
-        yield planned(self.path, parts, shares.devices, how, shares.sizes, value.shape)
-
     def kind(self, value: Tensor) -> Any:
         rows = None if self.dim is None else self.dim % max(value.ndim, 1)
         return value.dtype, value.device, [n for i, n in enumerate(value.shape) if i != rows]
@@ -88,26 +80,25 @@ class TensorPlan(LeafPlan):
 class ItemsPlan(LeafPlan):
     """A list or tuple whose elements are rows."""
 
-    is_cut = True
+    is_cut, how = True, "split by items"
+
+    def parts(self, value: Any, shares: Partition) -> Sequence[Any]:
+        ranges = [shares.rows(i) or range(0) for i in range(len(shares.slots))]
+        return [value[rows.start : rows.stop] for rows in ranges]
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
-        ranges = [rows for rows in map(self.shares.rows, range(len(self.shares.slots))) if rows is not None]
-        path = self.path
-        return [
-            to_device(value[rows.start : rows.stop], device, f"{path}[{rows.start}:{rows.stop}]", memo)
-            for rows, device in zip(ranges, self.shares.devices, strict=True)
-        ]
+        each, path, start = zip(self.parts(value, self.shares), self.shares.devices, strict=True), self.path, 0
+        found: list[Any] = []
+        for part, device in each:
+            found.append(to_device(part, device, f"{path}[{start}:{start + len(part)}]", memo))
+            start += len(part)
+        return found
 
     def gradient(self, value: Any, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
         inner = flatten(value, self.path)
         grads = leaves_up_to(inner.structure, type(value)(chain.from_iterable(parts)))
         moved = [home(grad, inner.leaves[k], inner, k) for k, grad in enumerate(grads)]
         return unflatten(inner.structure, moved)
-
-    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
-        ranges = [shares.rows(i) for i in range(len(shares.slots))]
-        parts = [value if rows is None else value[rows.start : rows.stop] for rows in ranges]
-        yield planned(self.path, parts, shares.devices, "split by items", shares.sizes)
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         return type(value)([item(value[i % len(value)], i) for i in range(rows)])
@@ -117,11 +108,7 @@ class ItemsPlan(LeafPlan):
 class OpaquePlan(LeafPlan):
     """A value that is no tensor, which every shard gets as it is."""
 
-    def tensors(self, value: Any) -> Sequence[Tensor]:
-        return ()
-
-    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
-        yield planned(self.path, [value] * len(shares.slots), shares.devices, "by reference")
+    how = "by reference"
 
 
 class SlotsPlan(LeafPlan):
@@ -129,23 +116,20 @@ class SlotsPlan(LeafPlan):
 
     is_cut = True
 
-    def tensors(self, value: Slots) -> Sequence[Tensor]:
-        return tensors_in(value.shards)
+    def inside(self, value: Slots) -> Tree:
+        return value.shards
 
-    def paths_of(self, value: Any, tensor: Tensor) -> list[str]:
-        return super().paths_of(value.shards, tensor)
+    def parts(self, value: Slots, shares: Partition) -> Sequence[Any]:
+        return [value.shards[slot] for slot in shares.slots]
 
-    def cut(self, value: Slots, memo: Memo | None) -> Sequence[Any]:
-        return [value.shards[slot] for slot in self.shares.slots]
-
-    def wrong(self, value: Slots, where: str) -> list[str]:
-        return not_differentiable(value.shards[0], f"{self.path}[0]")
+    def dims(self, value: Slots) -> Dims:
+        """Which dims of its shards are split."""
+        return self.dim if value.dims is AUTO else value.dims
 
     def planned(self, value: Slots, shares: Partition) -> Iterator[PlannedLeaf]:
-        dims = self.dim if value.dims is AUTO else value.dims
-        shards, how = [value.shards[slot] for slot in shares.slots], f"there, as a {type(value).__name__}"
-        for leaf in on_slots(shards, shares.devices, shares.sizes, None if self.dim is None else dims, self.path):
-            yield dataclasses.replace(leaf, how=how)
+        dims = None if self.dim is None else self.dims(value)
+        for leaf in on_slots(self.parts(value, shares), shares.devices, shares.sizes, dims, self.path):
+            yield dataclasses.replace(leaf, how=self.how)
 
     def kind(self, value: Slots) -> Any:
         inner = flatten(value.shards[0], "a shard", None if self.dim is None else 0)
@@ -153,8 +137,7 @@ class SlotsPlan(LeafPlan):
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         known = isinstance(value, Sharded) and (value.sizes is not None or self.dim is not None)
-        dims = self.dim if value.dims is AUTO else value.dims
-        flat = flatten(value.shards[0], "shard", dims if known else None)
+        flat = flatten(value.shards[0], "shard", self.dims(value) if known else None)
         plans = leaf_plans(flat, self.shares)
         own = [plan.remade(leaf, rows, make, item) for plan, leaf in zip(plans, flat.leaves, strict=True)]
         one = {"shards": (unflatten(flat.structure, own),), "devices": value.devices[:1], "peers": ALONE}
@@ -164,6 +147,11 @@ class SlotsPlan(LeafPlan):
 @final
 class ReplicatedPlan(SlotsPlan):
     """A `Replicated`: its gradient is one too, with the whole gradient on each slot."""
+
+    how = "there, as a Replicated"
+
+    def wrong(self, value: Slots, where: str) -> list[str]:
+        return not_differentiable(value.shards[0], f"{self.path}[0]")
 
     def summed(self, value: Replicated) -> Sequence[tuple[Tensor, Flat, int]] | None:
         inner = flatten(value.shards[0], self.path)
@@ -176,46 +164,29 @@ class ReplicatedPlan(SlotsPlan):
 
 @final
 class ShardedPlan(SlotsPlan):
-    """A `Sharded`: each slot has its part, and the gradient of it."""
+    """A `Sharded`: each slot has its part."""
+
+    how = "there, as a Sharded"
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         slots, shares = self.shares.slots, self.shares
         if shares.sizes is None or all(a != b for a, b in pairwise(slots)):
             return super().cut(value, memo)
-        dims = self.dim if value.dims is AUTO else value.dims
         shards: list[Tree] = []
         for slot in dict.fromkeys(slots):  # in microbatches
             pieces = [i for i, s in enumerate(slots) if s == slot]
             each: Any = [tuple([of[i] for i in pieces]) for of in (slots, shares.devices, shares.sizes)]
-            part = Partition(*each)
-            shards += place(flatten_args([(self.path, value.shards[slot], dims, "in_dims")], "microbatches")[0], part)
+            args = [(self.path, value.shards[slot], self.dims(value), "in_dims")]
+            shards += place(flatten_args(args, "microbatches")[0], Partition(*each))
         return shards
 
     def wrong(self, value: Any, where: str) -> list[str]:
-        found = super().wrong(value, where)
-        if self.dim is None:
-            # Each slot would get the gradient of its own rows, and parameters would drift apart unnoticed.
-            raise ValueError(
-                f"{where}: {self.path} is a Sharded. If its shards are equal parameters, pass "
-                "fdp.Replicated(x.shards, x.devices); if they are parts of the batch, give its dim in in_dims"
-            )
-        if len(set(self.shares.slots)) < len(self.shares.slots):
-            raise ValueError(f"{where}: {self.path} is a Sharded, which cannot be differentiated in microbatches")
-        dims = self.dim if value.dims is AUTO else value.dims
-        inner = flatten_args([(self.path, value.shards[0], dims, "in_dims")], where)[0]
-        whole = [inner.path(i) for i, dim in enumerate(inner.specs) if dim is None]
-        if whole and not found:
-            raise ValueError(
-                f"{where}: {', '.join(whole[:10])} was not split, and each slot would hold a part of its gradient. "
-                "Pass it in an argument of its own"
-            )
-        return found
-
-    def gradient(self, value: Sharded, sums: Sequence[Tensor], parts: Sequence[Any], home: Home) -> Tree:
-        found = dict(zip(self.shares.slots, parts, strict=True))
-        shards = enumerate(value.shards)
-        grads = tuple([found[i] if i in found else tree_map(torch.zeros_like, shard) for i, shard in shards])
-        return dataclasses.replace(value, shards=grads)
+        # As parameters: each slot would get the gradient of its own rows, and they would drift apart unnoticed.
+        raise ValueError(
+            f"{where}: {self.path} is a Sharded, which is not differentiated in. If its shards are equal parameters, "
+            "pass fdp.Replicated(x.shards, x.devices); if they are parts of the batch, pass fdp.gather(x), or call "
+            "fdp.parallel_apply with a function that takes the gradient on each slot"
+        )
 
 
 def leaf_plans(flat: Flat, shares: Partition, by_rows: Mapping[int, Partition] | None = None) -> tuple[LeafPlan, ...]:
@@ -248,17 +219,13 @@ def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    moved = () if memo is None else filter(_moves, plans)
-    whole = list(filter(_is_needed_whole, moved))
+    whole = [] if memo is None else list(filter(_is_needed_whole, filter(_moves, plans)))
     if memo is not None and len(whole) > 1:
-        devices = whole[0].shares.devices
-        packed = packed_copies([values[plan.index] for plan in whole], devices)
-        for plan in whole if packed else ():
-            for device in devices:
-                value = values[plan.index]
-                key = id(value), device
-                if key not in memo:
-                    memo[key] = copy_or_packed(value, device, plan.flat, plan.index, packed)
+        packed = packed_copies([values[plan.index] for plan in whole], whole[0].shares.devices)
+        for plan, device in product(whole if packed else (), whole[0].shares.devices):
+            value = values[plan.index]
+            if (id(value), device) not in memo:
+                memo[id(value), device] = copy_or_packed(value, device, plan.flat, plan.index, packed)
     for plan in plans:
         index = plan.index
         for column, part in zip(columns, plan.cut(values[index], memo), strict=True):

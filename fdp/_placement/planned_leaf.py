@@ -59,7 +59,6 @@ class PlannedLeaf:
 _GRADIENTS = {
     "whole": "sum",
     "there, as a Replicated": "sum, on each slot",
-    "there, as a Sharded": "each slot its own",
 }
 
 

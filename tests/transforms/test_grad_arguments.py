@@ -177,29 +177,6 @@ def test_unused_parts_of_a_replicated_get_zeros():
     assert_same_tree([shard["unused"] for shard in grads.shards], [torch.zeros(2, dtype=torch.float64)] * 3)
 
 
-def test_gradients_of_a_sharded_are_sharded():
-    sharded = fdp.scatter({"x": X}, SLOTS, weights=(1, 2, 4))
-    grads = fdp.grad(lambda w, b, y: loss(w, b["x"], y), 1, in_dims=(None, 0, 0))(W, sharded, Y)
-    assert type(grads) is fdp.Sharded
-    assert (grads.devices, grads.sizes) == (sharded.devices, (1, 2, 4))
-    assert [len(shard["x"]) for shard in grads.shards] == [1, 2, 4]
-    assert_close_tree(fdp.gather(grads)["x"], oracle(loss, W, X, Y, argnums=1)[1])
-
-
-def test_idle_slots_of_a_sharded_have_empty_gradients():
-    sharded = fdp.scatter(X[:2], SLOTS, keep_empty=True)
-    grads = fdp.grad(loss, 1, in_dims=(None, 0, 0))(W, sharded, Y[:2])
-    assert grads.sizes == (1, 1, 0)
-    assert_close_tree(fdp.gather(grads), oracle(loss, W, X[:2], Y[:2], argnums=1)[1])
-
-
-def test_a_sharded_is_differentiated_in_what_was_split():
-    """Each slot would hold a part of the gradient of anything else, which no `gather` could tell."""
-    sharded = fdp.scatter({"x": X, "scale": W[0]}, SLOTS)
-    with pytest.raises(ValueError, match=r"^grad: args\[1\]\['scale'\] was not split, .* in an argument of its own"):
-        fdp.grad(never, 1, in_dims=(None, 0, 0))(W, sharded, Y)
-
-
 def test_a_sharded_batch_fixes_the_plan():
     x, y = fdp.scatter((X, Y), SLOTS, weights=(1, 5, 1)).unzip()
     assert_close_tree(fdp.value_and_grad(loss)(W, x, y), oracle(loss, W, X, Y))
@@ -228,19 +205,16 @@ def test_a_sharded_batch_in_microbatches(kind: str, microbatches: int):
     assert max(seen) == {2: 2, 5: 1}[microbatches]
 
 
-def test_a_sharded_cannot_be_differentiated_in_microbatches():
+def test_a_sharded_is_not_differentiated_in():
     sharded = fdp.scatter(X, SLOTS)
     with pytest.raises(
-        ValueError, match=r"grad: args\[1\] is a Sharded, which cannot be differentiated in microbatches"
+        ValueError, match=r"grad: args\[0\] is a Sharded, .*fdp\.Replicated\(x\.shards, x\.devices\).*fdp\.gather"
     ):
-        fdp.grad(never, 1, in_dims=(None, 0, 0), microbatches=2)(W, sharded, Y)
-
-
-def test_a_sharded_is_no_parameter():
-    with pytest.raises(
-        ValueError, match=r"grad: args\[0\] is a Sharded\. .*fdp\.Replicated\(x\.shards, x\.devices\).*in_dims"
-    ):
-        fdp.grad(never)(fdp.scatter(X, SLOTS), X)
+        fdp.grad(never)(sharded, X)
+    with pytest.raises(ValueError, match=r"grad: args\[1\]\['x'\] is a Sharded, .*fdp\.gather\(x\)"):
+        fdp.grad(never, 1, in_dims=(None, {"x": 0}, 0))(W, {"x": sharded}, Y)
+    got = fdp.grad(loss, 1, in_dims=(None, 0, 0), devices=SLOTS)(W, fdp.gather(sharded), Y)  # what the message says
+    assert_close_tree(got, oracle(loss, W, X, Y, argnums=1)[1])
     shards = fdp.parallel_apply(lambda w: w, W, devices=SLOTS)
     assert isinstance(shards, fdp.Sharded)
     grads = fdp.grad(loss)(fdp.Replicated(shards.shards, shards.devices), X, Y)  # what the message says

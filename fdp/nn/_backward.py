@@ -16,12 +16,11 @@ from fdp._trees import torch_private
 from fdp._trees.graph import captured
 from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
-from fdp.nn._buffers import is_same, write
 from fdp.nn._functional import check_module
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
 from fdp.nn._stand_in import stand_in
-from fdp.nn._write_back import own_gradients
+from fdp.nn._write_back import is_same, own_gradients, write
 
 _REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
 

@@ -19,7 +19,7 @@ from fdp.nn._buffers import keep_buffers
 from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
 from fdp.nn._reachable import OF_CLONE
-from fdp.nn._replicate import OF_REPLICAS, InPlace, check_placement, replicas_of
+from fdp.nn._replicate import OF_REPLICAS, check_placement, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 
 M = TypeVar("M", bound=nn.Module)
@@ -152,7 +152,7 @@ class DataParallel(nn.Module, Generic[M]):
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
         devices, source = as_devices(list(device_ids), self._where), self.src_device_obj
-        return replicas_of(module, devices, self._where, InPlace, marks=_MARKS, source=source)
+        return replicas_of(module, devices, self._where, marks=_MARKS, source=source)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]

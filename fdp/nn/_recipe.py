@@ -25,7 +25,7 @@ class Recipe:
 
     Tensors are numbered: none is 0, those with a name follow in the order of `params` and `buffers`, then the others.
     `usual` are their names by number, `numbers` the reverse, and `names` has the other names of tied tensors too.
-    `in_place` says why no clone can stand for the module, which is then called itself.
+    `in_place` says why no clone can stand for the module, which is then called itself; `reason` why there cannot be one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +58,8 @@ class Recipe:
         ]
         self.params = dict.fromkeys(name for name, _ in module.named_parameters())
         self.buffers = dict.fromkeys(name for name, _ in module.named_buffers())
-        self.in_place, seen = tree.reason, dict[int, Any]()
+        self.in_place = self.reason = tree.reason
+        seen: dict[int, Any] = {}
         if [*self.params, *self.buffers] != [*self.numbers]:
             self.in_place = tree.reason or f"{type(module).__name__} names its tensors in a way of its own"
         if self.in_place is None:

@@ -1,16 +1,16 @@
 """torch.nn.parallel's replicate: a module for each device."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp._placement.devices import as_devices
+from fdp._placement.moves import copy, is_expanded
 from fdp._trees.types import DeviceLike
 from fdp.nn._clone import clone
-from fdp.nn._copies import copies_of, own_copies_of
 from fdp.nn._recipe import Recipe, recipe_of
 from fdp.nn._stand_in import Tensors, stand_in, why_in_place
 
@@ -57,43 +57,48 @@ def replicate(network: M, devices: Iterable[DeviceLike | int], detach: bool = Fa
     chosen = devices if isinstance(devices, str | int | torch.device) else tuple(devices or ())
     if chosen == ():
         return []
-    return replicas_of(network, as_devices(chosen, "replicate"), "replicate", _refuse, detach=detach)
+    return replicas_of(network, as_devices(chosen, "replicate"), "replicate", detach=detach)
 
 
 def replicas_of(
     module: M,
     devices: Sequence[torch.device],
     where: str,
-    otherwise: Callable[[nn.Module, Recipe, Tensors], Any],
     *,
     marks: dict[str, Any] = OF_REPLICAS,
     detach: bool = False,
     source: torch.device | None = None,
 ) -> list[M]:
-    """Clones over the module's tensors, which are on the `source`, and over copies of them.
-
-    It is what is made `otherwise` if no clone can stand for the module.
-    """
+    """Clones over the module's tensors, which are on the `source`, and over copies of them for the other devices."""
     recipe, states = recipe_of(module)
-    named = dict(zip(recipe.numbers, recipe.own(states)[1:], strict=False)) if states else _checked(module, where)
-    _refuse_lazy(named.values())
+    if recipe.reason is not None:
+        raise RuntimeError(f"{where}: there can be no replica of this {type(module).__name__}: {recipe.reason}")
+    own, count = recipe.own(states), len(recipe.numbers) + 1
+    if any(map(is_lazy, own[1:count])):  # the message is torch's
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
+            "correctly initialize the modules"
+        )
+    if recipe.in_place is not None and where == "replicate":
+        raise RuntimeError(
+            f"replicate: a replica of this {type(module).__name__} would compute with the module's own tensors: "
+            f"{recipe.in_place}. Remove what leads back to the module"
+        )
     if source is not None:
-        check_placement(named.values(), source)
+        check_placement(own[1:count], source)
+    names = Names(list(recipe.numbers))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        copies = [copies_of(named, devices[0]), *own_copies_of(named, devices[1:])]
-    if why_in_place(recipe) is not None:
-        return [otherwise(module, recipe, tensors) for tensors in copies]
-    others = recipe.own(states)[len(named) + 1 :]
-    numbered = [[None, *tensors.values(), *others] for tensors in copies]
-    made: list[Any] = [clone(recipe, states, tensors, shares=True, replica=marks).modules[0] for tensors in numbered]
+        copies = [
+            [copy(x, device, names, i, always=slot > 0 and not is_expanded(x)) for i, x in enumerate(own[1:count])]
+            for slot, device in enumerate(devices)
+        ]
+    made: list[Any] = [
+        InPlace(module, recipe, dict(zip(recipe.numbers, tensors, strict=True)))
+        if why_in_place(recipe)
+        else clone(recipe, states, [None, *tensors, *own[count:]], shares=True, replica=marks).modules[0]
+        for tensors in copies
+    ]
     return made
-
-
-def _refuse(module: nn.Module, recipe: Recipe, tensors: Tensors) -> Any:
-    raise RuntimeError(
-        f"replicate: a replica of this {type(module).__name__} would compute with the module's own tensors: "
-        f"{why_in_place(recipe)}. Remove what leads back to the module"
-    )
 
 
 class InPlace(nn.Module):
@@ -114,15 +119,14 @@ class InPlace(nn.Module):
         return getattr(vars(self)["_original"], name)
 
 
-def _checked(module: nn.Module, where: str) -> Tensors:
-    """The tensors of a module that has no recipe."""
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            what = f"the module's {path!r}" if path else "the module"
-            raise RuntimeError(
-                f"{where}: {what} is scripted or traced, and cannot be replicated. Pass the Python module"
-            )
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+class Names(NamedTuple):
+    """What the log of `transfers` calls the tensors of a module."""
+
+    names: Sequence[str]
+
+    def path(self, index: int, /) -> str:
+        """The name of a tensor."""
+        return f"module.{self.names[index]}"
 
 
 def check_placement(tensors: Iterable[Tensor], source: torch.device) -> None:
@@ -133,11 +137,3 @@ def check_placement(tensors: Iterable[Tensor], source: torch.device) -> None:
                 f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of them "
                 f"on device: {tensor.device}"
             )
-
-
-def _refuse_lazy(tensors: Iterable[Tensor]) -> None:
-    if any(map(is_lazy, tensors)):  # the message is torch's
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
-            "correctly initialize the modules"
-        )

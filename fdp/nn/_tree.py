@@ -75,7 +75,9 @@ class Modules:
     def _add(self, module: nn.Module, path: str) -> None:
         kind = type(module)
         if issubclass(kind, torch.jit.ScriptModule | nn.DataParallel):
-            raise TypeError(f"{path or 'it'} is a {kind.__name__}")
+            what = "a DataParallel" if issubclass(kind, nn.DataParallel) else "scripted or traced"
+            self.reason = self.reason or f"{repr(path) if path else 'it'} is {what}: pass the Python module"
+            return
         # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
         if kind.__basicsize__ != nn.Module.__basicsize__ or hasattr(kind, "__del__"):
             self.reason = f"{kind.__name__} has __slots__ or __del__"

@@ -14,7 +14,6 @@ from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import summary
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, names
-from fdp.nn._buffers import is_same, write
 from fdp.nn._functional_call import kind
 
 
@@ -133,6 +132,23 @@ def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor], /) -> None:
         news[name] = new.clone() if _memory(new) in memory else new
     for name, new in news.items():
         write(own[name], new)
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
+        return a.is_meta
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is NaN here
+
+
+def write(own: Tensor, value: Tensor) -> None:
+    """Give a buffer other values, in place."""
+    with torch.inference_mode(own.is_inference()), torch.no_grad():
+        if value.shape != own.shape:
+            own.resize_(value.shape)
+        own.copy_(value)
 
 
 def _check_kinds(module: Any, tree: Any, where: str, what: str) -> None:

@@ -20,7 +20,7 @@ from fdp.nn._functional import check_module
 from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
 from fdp.nn._stand_in import stand_in
-from fdp.nn._write_back import is_same, own_gradients, write
+from fdp.nn._write_back import own_gradients, put_buffers
 
 _REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
 
@@ -89,44 +89,45 @@ def backward(
             loss depends on none, or on a parameter of another module; what `value_and_grad` raises.
         RuntimeError: From the function: `loss` wrote in place to an argument or a parameter.
     """
-    where = "backward"
-    check_module(module, where)
-    on_slot = _OnSlot(module, loss, has_aux, aux_dims)
-    check_function(loss, where)
+    check_module(module, "backward")
+    check_function(loss, "backward")
     if count is not None:
-        check_function(count, f"{where}: count")
-    settings = Differentiation(
-        where=where,
-        fn=on_slot,
-        argnums=0,
-        has_aux=True,
-        devices=devices,
-        in_dims=(None, *in_dims) if type(in_dims) is tuple else AUTO,
-        kwarg_dims={**(kwarg_dims if isinstance(kwarg_dims, Mapping) else {}), _REST: None},
-        reduction=reduction,
-        count=None if count is None else _Count(count),
-        aux_dims=("mean" if aux_dims is AUTO else aux_dims, "mean"),
-        aux_weight=aux_weight,
-        microbatches=microbatches,
-        reduce_dtype=reduce_dtype,
-        weights=weights,
-        executor=executor,
-        seed=seed,
-        randomness=randomness,
-        axis_name=axis_name,
-        unused="none",
-    )
+        check_function(count, "backward: count")
+    on_slot = _OnSlot(module, loss, has_aux, aux_dims)
+
+    @functools.cache
+    def settings(n_args: int, keywords: tuple[str, ...]) -> Differentiation:
+        dims = in_dims if type(in_dims) is tuple else (0 if in_dims is AUTO else in_dims,) * n_args
+        named = kwarg_dims if isinstance(kwarg_dims, Mapping) else dict.fromkeys(keywords, kwarg_dims)
+        return Differentiation(
+            where="backward",
+            fn=on_slot,
+            argnums=0,
+            has_aux=True,
+            devices=devices,
+            in_dims=(None, *dims),
+            kwarg_dims={**named, _REST: None},
+            reduction=reduction,
+            count=None if count is None else functools.partial(_count, count),
+            aux_dims=("mean" if aux_dims is AUTO else aux_dims, "mean"),
+            aux_weight=aux_weight,
+            microbatches=microbatches,
+            reduce_dtype=reduce_dtype,
+            weights=weights,
+            executor=executor,
+            seed=seed,
+            randomness=randomness,
+            axis_name=axis_name,
+            unused="none",
+        )
+
+    settings(0, ())  # says what is wrong with the options
 
     @api_boundary()
     @functools.wraps(loss, updated=())
     def step(*args: Tree, **kwargs: Tree) -> Any:
-        now = settings
-        dims_by_name(kwargs, kwarg_dims, where)  # says which names are wrong
-        if in_dims is not AUTO and type(in_dims) is not tuple:
-            now = dataclasses.replace(now, in_dims=(None, *[in_dims] * len(args)))
-        if kwargs and not isinstance(kwarg_dims, Mapping):
-            now = dataclasses.replace(now, kwarg_dims={**dict.fromkeys(kwargs, kwarg_dims), _REST: None})
-        value, aux = _step(module, now, args, kwargs)
+        dims_by_name(kwargs, kwarg_dims, "backward")  # says which names are wrong
+        value, aux = _step(module, settings(len(args), tuple(kwargs)), args, kwargs)
         return (value, aux) if has_aux else value
 
     return step
@@ -136,25 +137,23 @@ def _step(module: nn.Module, settings: Differentiation, args: tuple[Tree, ...], 
     own, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     params = {name: p.detach() for name, p in own.items() if p.requires_grad}
     if not params:
-        name = type(module).__name__
-        raise ValueError(f"{settings.where}: no parameter requires a gradient. Call {name}.requires_grad_()")
-    frozen = {name: p for name, p in own.items() if name not in params}
-    rest: Any = {_REST: (frozen, buffers)}
+        raise ValueError(f"backward: no parameter requires a gradient. Call {type(module).__name__}.requires_grad_()")
+    rest: Any = {_REST: ({name: p for name, p in own.items() if name not in params}, buffers)}
     value, (aux, new_buffers), grads = settings.compute((params, *args), {**kwargs, **rest})
     found = {name: grad for name, grad in grads.items() if grad is not None}
     if not found:
-        raise ValueError(f"{settings.where}: the loss depends on no parameter of the module that requires a gradient")
+        raise ValueError("backward: the loss depends on no parameter of the module that requires a gradient")
     if value.requires_grad:
-        _say_left_out(value, settings.where)
+        _say_left_out(value)
     _accumulate(own, found)
-    _write(module, new_buffers)
+    put_buffers(module, new_buffers)
     return value.detach(), aux
 
 
-def _say_left_out(value: Tensor, where: str) -> None:
+def _say_left_out(value: Tensor) -> None:
     """Say that there are tensors that require gradients and get none: an error for parameters of others."""
     text = (
-        f"{where}: the loss depends on tensors that require gradients and are no parameters of the module: they get "
+        "backward: the loss depends on tensors that require gradients and are no parameters of the module: they get "
         "none. Put parameters into the module, several modules into an nn.ModuleDict"
     )
     if any(isinstance(x, nn.Parameter) and OF_CLONE not in vars(x) for x in captured([value], [])):
@@ -162,33 +161,12 @@ def _say_left_out(value: Tensor, where: str) -> None:
     warn(text)
 
 
-def _write(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Give the module the buffers that a slot has in the end: in place, where dtype and shape are the same.
-
-    Those of modules that forward has put in go with the clone.
-    """
-    parts = dict(module.named_modules()) if buffers else {}
-    for name, new in buffers.items():
-        path, _, key = name.rpartition(".")
-        if path not in parts:
-            continue
-        held = parts[path]._buffers
-        own = held.get(key)
-        if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape):
-            held[key] = None if new is None else new.detach()
-        elif not is_same(own, new):
-            write(own, new)
-
-
 def _accumulate(params: Mapping[str, nn.Parameter], grads: dict[str, Tensor]) -> None:
     """Add gradients to those of the parameters, as `Tensor.backward` does."""
-    first = {
-        name: params[name] for name in grads if params[name].grad is None and not torch_private.has_hooks(params[name])
-    }
-    for name, grad in own_gradients({name: grads[name] for name in first}, first).items():
-        first[name].grad = grad
-    others = [name for name in grads if name not in first]
-    if others:
+    first = [name for name in grads if params[name].grad is None and not torch_private.has_hooks(params[name])]
+    for name, grad in own_gradients({name: grads[name] for name in first}, params).items():
+        params[name].grad = grad
+    if others := [name for name in grads if name not in first]:
         torch.autograd.backward([params[name] for name in others], [grads[name].detach() for name in others])
 
 
@@ -229,12 +207,5 @@ def _make_parameters(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> Non
             vars(given[name]).update(vars(p), **{OF_CLONE: True})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    """The count of the user's, of the arguments after the module."""
-
-    count: Function
-
-    def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(_REST)
-        return self.count(*args, **kwargs)
+def _count(count: Function, params: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return count(*args, **{name: value for name, value in kwargs.items() if name != _REST})

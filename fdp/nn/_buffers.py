@@ -21,5 +21,4 @@ def keep_buffers(module: nn.Module, replica: nn.Module) -> None:
         for key, own in list(part._buffers.items()):
             new = now.get(join(path, key), own)
             if new is not own and isinstance(new, Tensor | None):  # where forward has deleted it, torch leaves a mark
-                is_here = own is None or new is None or own.device == new.device
-                part._buffers[key] = new if is_here else copy(new, own.device, Names([key]), 0)
+                part._buffers[key] = new if own is None or new is None else copy(new, own.device, Names([key]), 0)

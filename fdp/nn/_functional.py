@@ -1,6 +1,6 @@
 """Modules as functions: parameters and buffers go in, the output and new buffers come out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias, final
@@ -17,7 +17,7 @@ from fdp._trees.registry import register_leaf
 from fdp.nn._functional_call import kind
 from fdp.nn._recipe import recipe_of
 from fdp.nn._stand_in import Tensors, stand_in
-from fdp.nn._write_back import remember
+from fdp.nn._write_back import misnamed, remember
 
 State: TypeAlias = tuple[Tensors, Tensors]
 _TENSOR_OR_NONE = (Tensor, type(None))  # a union takes ten times as long
@@ -53,13 +53,14 @@ class Apply:
         before = _versions(params.values())
         try:
             with stand_in(module, recipe, states, given, shares=False) as made:
-                plain = _versions_of(made.plain)
+                paths, plain = [path for path, _ in made.plain], [tensor for _, tensor in made.plain]
+                of_plain = _versions(plain)
                 out = made.modules[0](*args, **kwargs)
-                _check_plain(made.plain, plain)
+                _check_written(paths, plain, of_plain, _PLAIN)
         except (TypeError, AttributeError) as error:
             note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
             raise
-        _check_params(params, before, _versions(params.values()))
+        _check_written(params, params.values(), before, _PARAMS)
         # Where forward of a module that is called itself has deleted a buffer, torch leaves a mark of its own.
         new_buffers = {name: given[name] for name in buffers if isinstance(given.get(name, ...), _TENSOR_OR_NONE)}
         note_changed(module, copies, new_buffers)
@@ -154,52 +155,39 @@ def _as_state(state: Any) -> State:
     )
 
 
-def _check_names(params: Tensors, buffers: Tensors, expected_params: Any, expected_buffers: Any) -> None:
-    if [*params, *buffers] == [*expected_params, *expected_buffers] and len(params) == len(expected_params):
+def _check_names(params: Tensors, buffers: Tensors, own_params: Any, own_buffers: Any) -> None:
+    if [*params, *buffers] == [*own_params, *own_buffers] and len(params) == len(own_params):
         return  # in the usual order
-    if params.keys() == expected_params.keys() and buffers.keys() == expected_buffers.keys():
-        return
-    problems = []
-    for what, tree, expected in (("params", params, expected_params), ("buffers", buffers, expected_buffers)):
-        missing = [name for name in expected if name not in tree]
-        unexpected = [name for name in tree if name not in expected]
-        problems += [f"{what} lacks {names(missing)}"] if missing else []
-        problems += [f"{what} has unexpected {names(unexpected)}"] if unexpected else []
-    raise ValueError(f"apply: {'; '.join(problems)}. Pass (params, buffers) with the names functional(module) returns")
-
-
-def _check_plain(plain: Sequence[tuple[str, Tensor]], before: list[int | None]) -> None:
-    now = _versions_of(plain)
-    if now == before:
-        return
-    written = [path for (path, _), old, new in zip(plain, before, now, strict=True) if old != new]
-    raise RuntimeError(
-        f"apply: forward wrote in place to {names(written)}, plain tensor attributes that all calls "
-        "share. Register them as buffers, register_buffer(name, tensor): apply works on copies of those and "
-        "returns them"
-    )
-
-
-def _versions_of(plain: Sequence[tuple[str, Tensor]]) -> list[int | None]:
-    return [None if tensor.is_inference() else torch_private.version(tensor) for _, tensor in plain]
-
-
-def _versions(params: Iterable[Tensor]) -> list[int]:
-    """How often each has been written; nothing if that is not known of all."""
-    try:
-        return list(map(_VERSION, params))
-    except RuntimeError:  # inference tensors have none
-        return []
+    wrong = misnamed("params", params, own_params, own_params) + misnamed("buffers", buffers, own_buffers, own_buffers)
+    if wrong:
+        hint = "Pass (params, buffers) with the names functional(module) returns"
+        raise ValueError(f"apply: {'; '.join(wrong)}. {hint}")
 
 
 _VERSION = attrgetter("_version")
 
 
-def _check_params(names_of: Iterable[str], before: list[int], after: list[int]) -> None:
-    if after == before:
-        return
-    written = [name for name, old, new in zip(names_of, before, after, strict=False) if old != new]
-    raise RuntimeError(
-        f"apply: forward wrote in place to the parameters {names(written)}, which may hold the change now. "
-        "A pure function cannot: use a new tensor (weight = self.weight.clamp(min=0)), or write outside of forward"
-    )
+def _versions(tensors: Iterable[Tensor]) -> list[int | None]:
+    """How often each has been written, as far as torch counts it."""
+    tensors = list(tensors)
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # of inference tensors it does not
+        return [None if tensor.is_inference() else torch_private.version(tensor) for tensor in tensors]
+
+
+def _check_written(paths: Iterable[str], tensors: Iterable[Tensor], before: list[int | None], text: str) -> None:
+    now = _versions(tensors)
+    if now != before:
+        written = [path for path, old, new in zip(paths, before, now, strict=True) if old != new]
+        raise RuntimeError(f"apply: forward wrote in place to {text.format(names(written))}")
+
+
+_PLAIN = (
+    "{}, plain tensor attributes that all calls share. Register them as buffers, register_buffer(name, tensor): apply "
+    "works on copies of those and returns them"
+)
+_PARAMS = (
+    "the parameters {}, which may hold the change now. A pure function cannot: use a new tensor "
+    "(weight = self.weight.clamp(min=0)), or write outside of forward"
+)

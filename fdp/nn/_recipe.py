@@ -25,7 +25,7 @@ class Recipe:
 
     Tensors are numbered: none is 0, those with a name follow in the order of `params` and `buffers`, then the others.
     `usual` are their names by number, `numbers` the reverse, and `names` has the other names of tied tensors too.
-    `in_place` says why no clone can stand for the module, which is then called itself; `reason` why there cannot be one.
+    `in_place` says why no clone can stand for the module, which is then called itself; `reason` why there can be none.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,21 +48,12 @@ def set_grads(module: nn.Module, grads: Mapping[str, Tensor | None], /) -> None:
         ValueError: Names are missing or unexpected; a shape, dtype or device is not that of the parameter; no
             parameter requires a gradient; parameters have other memory than when `functional` was called.
     """
-    where = "set_grads"
-    _check_kinds(module, grads, where, "the gradients")
-    params = dict(module.named_parameters())
-    trained = {name: p for name, p in params.items() if p.requires_grad}
-    if params and not trained:
-        raise ValueError(f"{where}: no parameter requires a gradient. Call {type(module).__name__}.requires_grad_()")
-    what = "for a parameter without a gradient pass None"
-    _check_names("grads", grads, params, list(trained), where, what)
-    found = {name: grad for name in trained if (grad := grads[name]) is not None}
-    _check_tensors("grads", found, params, where, ("dtype", "shape", "device"))
+    params, found = _checked(module, "grads", grads, "set_grads")
     before = _SEEN.get(id(module), (None, {}))[1]
     moved = [name for name in found if before.get(name, own := _memory(params[name])) != own]
     if moved:
         raise ValueError(
-            f"{where}: the parameters {names(moved)} have other memory than when functional(module) was called, so the "
+            f"set_grads: the parameters {names(moved)} have other memory than when functional(module) was called, so "
             "gradients are of other tensors than an optimizer would update. After module.to(...), "
             "load_state_dict(assign=True) and the like call functional(module) again"
         )
@@ -117,74 +109,66 @@ def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor], /) -> None:
         ValueError: Names are missing or unexpected; a shape or dtype is not that of the buffer; a buffer that has been
             expanded, to which nobody can write, would change.
     """
-    where = "set_buffers"
-    _check_kinds(module, buffers, where, "the buffers")
-    own = dict(module.named_buffers())
-    _check_names("buffers", buffers, own, list(own), where, "pass all that apply has returned")
-    _check_tensors("buffers", {name: buffers[name] for name in own}, own, where, ("dtype", "shape"))
+    own, found = _checked(module, "buffers", buffers, "set_buffers")
     expanded = [name for name, old in own.items() if is_expanded(old)]
-    changed = [name for name in expanded if not is_same(own[name], buffers[name].detach().to(own[name].device))]
+    changed = [name for name in expanded if not torch.equal(own[name], found[name].detach().to(own[name].device))]
     if changed:
-        raise ValueError(f"{where}: {names(changed)} are expanded: register tensor.clone() in their place")
+        raise ValueError(f"set_buffers: {names(changed)} are expanded: register tensor.clone() in their place")
     memory = set(map(_memory, own.values()))
-    news = {name: buffers[name].detach() for name in own if name not in expanded}
+    news = {name: new.detach() for name, new in found.items() if name not in expanded}
     for name, new in news.items():  # all before the first write: one may be what another was
         news[name] = new.clone() if _memory(new) in memory else new
-    for name, new in news.items():
-        write(own[name], new)
+    put_buffers(module, news)
 
 
-def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
-        return a.is_meta
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is NaN here
+def put_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    """Give a module other buffers: in place where that can be. Those of modules that it does not have are left out."""
+    parts = dict(module.named_modules()) if buffers else {}
+    for name, new in buffers.items():
+        path, _, key = name.rpartition(".")
+        if path in parts:
+            held, own = parts[path]._buffers, parts[path]._buffers.get(key)
+            if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape) or is_expanded(own):
+                held[key] = None if new is None else new.detach()
+                continue
+            with torch.inference_mode(own.is_inference()), torch.no_grad():
+                own.copy_(new)
 
 
-def write(own: Tensor, value: Tensor) -> None:
-    """Give a buffer other values, in place."""
-    with torch.inference_mode(own.is_inference()), torch.no_grad():
-        if value.shape != own.shape:
-            own.resize_(value.shape)
-        own.copy_(value)
-
-
-def _check_kinds(module: Any, tree: Any, where: str, what: str) -> None:
+def _checked(module: Any, what: str, tree: Any, where: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The module's own tensors, and those that are given for them, by name."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected a torch.nn.Module first, got {kind(module)}")
     if isinstance(tree, Replicated):
-        raise TypeError(f"{where}: {what} are on every slot. Pass fdp.unreplicate(...) of them")
+        raise TypeError(f"{where}: {what} are on every slot. Pass fdp.unreplicate({what})")
     if not isinstance(tree, Mapping):
         raise TypeError(f"{where}: expected {what} as a dict by name, as functional(module) returns, got {kind(tree)}")
-
-
-def _check_names(
-    name: str, tree: Mapping[str, Any], own: Mapping[str, Any], needed: Sequence[str], where: str, hint: str
-) -> None:
-    missing = [key for key in needed if key not in tree]
-    unexpected = [key for key in tree if key not in own]
-    problems = [f"{name} lacks {names(missing)}"] * bool(missing)
-    problems += [f"{name} has unexpected {names(unexpected)}"] * bool(unexpected)
-    if problems:
-        raise ValueError(f"{where}: {'; '.join(problems)}. The names are those of functional(module); {hint}")
-
-
-def _check_tensors(
-    name: str, tree: Mapping[str, Any], own: Mapping[str, Tensor], where: str, alike: Sequence[str]
-) -> None:
-    odd = [key for key, new in tree.items() if not isinstance(new, Tensor)]
-    if odd:
-        raise TypeError(
-            f"{where}: expected tensors: {listed(odd, lambda key: f'{name}[{key!r}] is {kind(tree[key])}')}"
-        )
-    if any(map(torch_private.is_functorch_wrapped_tensor, tree.values())):
-        raise TypeError(f"{where}: {name} are those of a transform that is under way. Call it outside of torch.func")
-    odd = [key for key, new in tree.items() if any(getattr(new, a) != getattr(own[key], a) for a in alike)]
-    if odd:
-        each = listed(odd, lambda key: f"{name}[{key!r}] is {_seen(tree[key])}, the module has {_seen(own[key])}")
+    of_params = what == "grads"
+    own: dict[str, Tensor] = dict(module.named_parameters() if of_params else module.named_buffers())
+    needed = [name for name, tensor in own.items() if not of_params or tensor.requires_grad]
+    if own and not needed:
+        raise ValueError(f"{where}: no parameter requires a gradient. Call {type(module).__name__}.requires_grad_()")
+    if wrong := misnamed(what, tree, own, needed):
+        hint = "for a parameter without a gradient pass None" if of_params else "pass all that apply has returned"
+        raise ValueError(f"{where}: {'; '.join(wrong)}. The names are those of functional(module); {hint}")
+    found: dict[str, Tensor] = {name: tree[name] for name in needed if tree[name] is not None or not of_params}
+    if odd := [name for name, new in found.items() if not isinstance(new, Tensor)]:
+        each = listed(odd, lambda name: f"{what}[{name!r}] is {kind(found[name])}")
+        raise TypeError(f"{where}: expected tensors: {each}")
+    if any(map(torch_private.is_functorch_wrapped_tensor, found.values())):
+        raise TypeError(f"{where}: {what} are those of a transform that is under way. Call it outside of torch.func")
+    alike = attrgetter("dtype", "shape", *["device"] * of_params)
+    if odd := [name for name, new in found.items() if alike(new) != alike(own[name])]:
+        each = listed(odd, lambda name: f"{what}[{name!r}] is {_seen(found[name])}, the module has {_seen(own[name])}")
         raise ValueError(f"{where}: {each}. After module.to(...) call functional(module) again")
+    return own, found
+
+
+def misnamed(what: str, tree: Mapping[str, Any], own: Container[str], needed: Sequence[str]) -> list[str]:
+    """What is wrong with the names of a tree, which has `needed` ones and may have those of the module's `own`."""
+    missing, unexpected = [name for name in needed if name not in tree], [name for name in tree if name not in own]
+    problems = [f"{what} lacks {names(missing)}"] * bool(missing)
+    return problems + [f"{what} has unexpected {names(unexpected)}"] * bool(unexpected)
 
 
 def _seen(tensor: Tensor) -> str:

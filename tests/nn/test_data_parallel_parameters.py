@@ -254,9 +254,7 @@ def test_scripted_modules(kind: str):
         module = torch.jit.script(plain)
     if kind == "inside":
         module = nn.Sequential(module, nn.Linear(2, 2).double())
-    message = (
-        r"DataParallel: there can be no replica of .*: (it|'0') is scripted or traced: pass the Python module"
-    )
+    message = r"DataParallel: there can be no replica of .*: (it|'0') is scripted or traced: pass the Python module"
     with pytest.raises(RuntimeError, match=message):
         DataParallel(module, TWO)(numbers(5, 3))
     assert_close_tree(DataParallel(module, ["cpu"])(numbers(5, 3)), module(numbers(5, 3)))  # it is called itself

@@ -184,8 +184,8 @@ LINEAR = {"weight": torch.ones(1, 2, dtype=WIDE), "bias": torch.ones(1, dtype=WI
             "grads['bias'] is float64[1] on meta",
         ),
         (LINEAR | {"bias": 1.0}, TypeError, "expected tensors: grads['bias'] is float"),
-        (fdp.replicate(LINEAR, ["cpu"] * 2), TypeError, "the gradients are on every slot. Pass fdp.unreplicate(...)"),
-        ((LINEAR, {}), TypeError, "expected the gradients as a dict by name, as functional(module) returns, got tuple"),
+        (fdp.replicate(LINEAR, ["cpu"] * 2), TypeError, "grads are on every slot. Pass fdp.unreplicate(grads)"),
+        ((LINEAR, {}), TypeError, "expected grads as a dict by name, as functional(module) returns, got tuple"),
     ],
 )
 def test_other_than_the_gradients_of_the_module(grads: Any, error: Any, message: str):

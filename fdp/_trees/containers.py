@@ -30,21 +30,14 @@ def _torch_node(node: Any) -> NodeFunctions:
         children, context = node.flatten_fn(obj)
         if node.flatten_with_keys_fn is None:
             return children, context, tuple(range(len(children)))
-        keys = [key for key, _ in node.flatten_with_keys_fn(obj)[0]]
-        return children, context, tuple(map(_entry, keys))
+        return children, context, tuple([_entry(key) for key, _ in node.flatten_with_keys_fn(obj)[0]])
 
     return flatten, lambda context, children: node.unflatten_fn(list(children), context)
 
 
 def _entry(key: Any) -> Any:
-    match key:
-        case torch_private.pytree.MappingKey():
-            return key.key
-        case torch_private.pytree.GetAttrKey():
-            return key.name
-        case torch_private.pytree.SequenceKey():
-            return key.idx
-    return str(key)
+    """What is in a key of torch, which has one field: a key, a name or a position."""
+    return getattr(key, dataclasses.fields(key)[0].name) if dataclasses.is_dataclass(key) else str(key)
 
 
 def _dataclass_node(cls: Any) -> NodeFunctions:

@@ -1,10 +1,11 @@
 """Objects that are no trees: every slot gets them as they are, and those with tensors inside are refused.
 
-The search goes through the `__dict__` and slots of objects and through builtin containers. No code of the object's
-class runs.
+The search goes to what an object would pickle by default, and to all else that the garbage collector sees in it. The
+object's class has no say in it.
 """
 
-import functools
+import contextvars
+import gc
 import io
 import logging
 import sys
@@ -30,10 +31,11 @@ TOO_MANY = object()
 # shared on purpose.
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _ENDS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref)
-_ENDS += (threading.Thread, logging.Logger, logging.Handler, io.IOBase)
-_LISTS = (list, tuple, deque, set, frozenset)
+_ENDS += (threading.Thread, logging.Logger, logging.Handler, io.IOBase, types.FrameType, contextvars.Context)
+_LISTS = (list, tuple, deque)
 # What people write for a list or dict of tensors.
 _USED_UP = (types.GeneratorType, map, filter, zip, type(iter([])), type(iter(())), MappingView)
+_ENDS += (*_USED_UP, types.CoroutineType, types.AsyncGeneratorType)
 
 _WAYS = (
     f"Make it a dataclass, or register it with optree.register_pytree_node(..., namespace={NAMESPACE!r}). What all "
@@ -59,39 +61,19 @@ def inside(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
-    if issubclass(type(holder), _ENDS):
+    kind = type(holder)
+    if issubclass(kind, _ENDS):
         return
-    items: Any = ()
-    if issubclass(type(holder), dict):
-        items = dict.items(holder)
-    elif type(holder) is types.MappingProxyType:
-        items = holder.items()
-    elif (kind := next((cls for cls in _LISTS if issubclass(type(holder), cls)), None)) is not None:
-        each = kind.__iter__(holder)
-        items = ((None, x) for x in each) if kind in (set, frozenset) else enumerate(each)
-    for key, part in items:
-        if type(part) not in _ATOMS:
-            yield f"[{key!r}]" if type(key) in (str, int) else "[...]", part
-    for name, part in _attributes(holder):
-        if type(part) not in _ATOMS:
-            yield f".{name}", part
-
-
-def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
-    for name, member in _members(type(holder)):
-        try:
-            value = member.__get__(holder)
-        except AttributeError:  # a slot that is not set
-            continue
-        yield from value.items() if name == "__dict__" else [(name, value)]
-
-
-@functools.lru_cache(256)
-def _members(cls: type) -> list[tuple[str, Any]]:
-    """The slots that instances have, their `__dict__` among them."""
-    own = [(name, member) for each in cls.__mro__ for name, member in vars(each).items()]
-    slots = types.MemberDescriptorType, types.GetSetDescriptorType
-    return [(n, m) for n, m in own if type(m) is slots[0] or (n == "__dict__" and type(m) is slots[1])]
+    entries: list[tuple[Any, Any]] = list(dict.items(holder)) if issubclass(kind, dict) else []
+    for each in _LISTS:
+        if issubclass(kind, each):
+            entries += enumerate(each.__iter__(holder))
+    found = [(f"[{key!r}]" if type(key) in (str, int) else "[...]", part) for key, part in entries]
+    state: Any = object.__getstate__(holder)  # its `__dict__`, or that and its slots
+    for attributes in state if type(state) is tuple else (state,):
+        found += [(f".{name}", part) for name, part in (attributes or {}).items()]
+    found += [("[...]", part) for part in gc.get_referents(holder)]  # what has no name for us, as in a set
+    yield from ((step, part) for step, part in found if type(part) not in _ATOMS)
 
 
 class Refusal(NamedTuple):

@@ -5,27 +5,12 @@ import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any, final
+from typing import Any
 
 import torch
 
-_NARROW = 60  # columns, below which tables lose some
 _WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
-_BESIDE = 56  # columns of an 80-column terminal that what is not folded may take
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-
-
-@final
-class Fitted:
-    """A drawing where there is room for it; in narrow terminals its text, folded, so that no column is lost."""
-
-    def __init__(self, drawn: Any) -> None:
-        self.drawn = drawn
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        from rich.text import Text
-
-        yield self.drawn if options.max_width >= _NARROW else Text(as_text(self.drawn), overflow="fold")
 
 
 class Drawn(abc.ABC):
@@ -36,7 +21,7 @@ class Drawn(abc.ABC):
         """What rich can draw."""
 
     def __rich__(self) -> Any:
-        return Fitted(self.drawing())
+        return self.drawing()
 
     def __str__(self) -> str:
         return as_text(self.drawing())
@@ -80,26 +65,12 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], number
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    whole = _whole(head, cells)
-    for name in head:
-        justify = "right" if name in numbers else "left"
-        drawn.add_column(name, justify=justify, no_wrap=name in whole, overflow="fold")
-    for row in cells:
-        drawn.add_row(*row)
+    for name in head:  # what is folded is not cut
+        drawn.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*[Text(cell) if isinstance(cell, str) else cell for cell in row])
     return Group(Text(title, style="bold"), drawn)  # a title of the table itself would be folded to its width
-
-
-def _whole(head: Sequence[str], cells: Sequence[Sequence[Any]]) -> set[str]:
-    """The columns that are not folded: they fit in a terminal beside the others. Whatever is folded is not cut."""
-    widths = {name: max([len(name), *(row[i].cell_len for row in cells)]) for i, name in enumerate(head)}
-    total, whole = 0, set[str]()
-    for name in sorted(widths.keys() - {"leaf", "tensor"}, key=lambda name: widths[name]):
-        total += widths[name] + 3
-        if total <= _BESIDE:
-            whole.add(name)
-    return whole
 
 
 def bar(

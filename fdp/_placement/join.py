@@ -1,6 +1,7 @@
 """From shards to one tree."""
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -44,11 +45,8 @@ def join(
     is_compiling = torch.compiler.is_compiling()  # ids would become guards on these very tensors
     problems: list[tuple[int, str]] = []
     leaves: list[Any] = []
-    away = [x for flat in others for x in flat.leaves if isinstance(x, torch.Tensor) and x.device != device]
-    if away:  # what is not needed here stays where it is
-        each = [(x, spec) for flat in others for x, spec in zip(flat.leaves, first.specs, strict=True)]
-        away = [x for x, spec in each if isinstance(x, torch.Tensor) and spec is not None and not must_agree(x, spec)]
-    packed = packed_copies(away, [device]) if len(away) > 1 else {}
+    are_here = not is_compiling and all(_are_on(device, flat.leaves) for flat in flats)
+    packed = {} if are_here else _packed(others, first.specs, device)
     joined: dict[Any, Any] = {}
     memo: Memo = {}
     for i, column in enumerate(zip(*[flat.leaves for flat in flats], strict=True)):
@@ -59,7 +57,7 @@ def join(
             if is_compiling or type(spec) is not int or not are_alike(column, spec):
                 problem = problem_of(column, spec, weights)
             try:
-                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed, memo)
+                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed, memo, are_here)
             except RuntimeError:  # of their shapes
                 joined[key] = problem = problem_of(column, spec, weights)
                 if problem is None:
@@ -74,6 +72,25 @@ def join(
         each = listed([f"{first.path(i)} {problem}" for i, problem in problems], separator="; ")
         raise ValueError(f"{where}: {each}. {hint}")
     return unflatten(first.structure, leaves)
+
+
+_device_of: Callable[[torch.Tensor], torch.device] = operator.attrgetter("device")
+
+
+def _are_on(device: torch.device, leaves: Sequence[Any]) -> bool:
+    """Whether all are tensors on a device."""
+    try:
+        return {device}.issuperset(map(_device_of, leaves))
+    except AttributeError:
+        return False
+
+
+def _packed(flats: Sequence[Flat], specs: Sequence[Any], device: torch.device) -> Packed:
+    """Copies of small tensors that are elsewhere; what is not needed on the device stays where it is."""
+    each = [(x, spec) for flat in flats for x, spec in zip(flat.leaves, specs, strict=True)]
+    tensors = [(x, spec) for x, spec in each if isinstance(x, torch.Tensor) and x.device != device and spec is not None]
+    away = [x for x, spec in tensors if not must_agree(x, spec)]
+    return packed_copies(away, [device]) if len(away) > 1 else {}
 
 
 def resolve_specs(flat: Flat) -> None:
@@ -92,7 +109,10 @@ def _join_leaf(
     index: int,
     packed: Packed,
     memo: Memo,
+    are_here: bool,
 ) -> Any:
+    if are_here and type(spec) is int:
+        return concat(column, spec)
     if spec == "items":
         name, memo = flat.path(index), {}
         return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))

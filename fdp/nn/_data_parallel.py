@@ -1,6 +1,5 @@
 """torch.nn.DataParallel with one import changed."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar, cast
@@ -79,6 +78,7 @@ class DataParallel(nn.Module, Generic[M]):
     device_ids: list[int | torch.device]
     output_device: int | torch.device | None
     src_device_obj: torch.device | None
+    _where = "DataParallel"
 
     def __init__(
         self,
@@ -91,22 +91,7 @@ class DataParallel(nn.Module, Generic[M]):
         executor: Executor = "auto",
     ) -> None:
         super().__init__()
-        self._configure(module, device_ids, output_device, dim, weights, executor)
-        if weights is None:
-            warn_of_imbalance(self._devices)
-        if len(self._devices) == 1:
-            self.module.to(self._devices[0])
-
-    def _configure(
-        self,
-        module: M,
-        device_ids: Sequence[DeviceLike | int] | None,
-        output_device: DeviceLike | int | None,
-        dim: int,
-        weights: Sequence[float] | None,
-        executor: Executor,
-        where: str = "DataParallel",
-    ) -> None:
+        where = self._where
         if not isinstance(module, nn.Module):
             raise TypeError(f"{where}: expected a torch.nn.Module, got {type(module).__name__}")
         check_executor(executor, where)
@@ -114,9 +99,7 @@ class DataParallel(nn.Module, Generic[M]):
         devices = devices_of(device_ids, where)
         if len(devices) > 1 and isinstance(module, DataParallel | nn.DataParallel):
             raise TypeError(f"{where}: the module is a {type(module).__name__} already; pass its .module")
-        self._where = where
-        self.module = module
-        self.dim = dim
+        self.module, self.dim = module, dim
         self.device_ids = [index_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
         self.output_device = index_of(self.src_device_obj)
@@ -125,10 +108,13 @@ class DataParallel(nn.Module, Generic[M]):
             self.output_device = -1 if is_minus_one else index_of(as_target(output_device, where))
         self._weights = None if weights is None or not devices else check_weights(weights, len(devices), where)
         self._executor: Executor = executor
+        self._prepare(devices)
 
-    @property
-    def _devices(self) -> tuple[torch.device, ...]:
-        return as_devices(self.device_ids, self._where) if self.device_ids else ()
+    def _prepare(self, devices: Sequence[torch.device]) -> None:
+        if self._weights is None:
+            warn_of_imbalance(devices)
+        if len(devices) == 1:
+            self.module.to(devices[0])
 
     @api_boundary()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -138,12 +124,17 @@ class DataParallel(nn.Module, Generic[M]):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
-            check_placement(chain(self.module.parameters(), self.module.buffers()), self._devices[0])
-            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            return self._to_output(self.module(*args[0], **keywords[0]) if args or keywords else self.module())
+            check_placement(
+                chain(self.module.parameters(), self.module.buffers()), self._devices_of(self.device_ids)[0]
+            )
         args, keywords = self.scatter(inputs, kwargs, self.device_ids)
         if not args and not keywords:
             args, keywords = ((),), ({},)
+        if len(self.device_ids) == 1:
+            output = self.module(*args[0], **keywords[0])
+            if self.output_device == index_of(self.src_device_obj):
+                return output
+            return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
         replicas = self.replicate(self.module, self._ids_of(args))
         output = self.gather(self.parallel_apply(replicas, args, keywords), cast(Any, self.output_device))
         keep_buffers(self.module, replicas[0])
@@ -151,34 +142,27 @@ class DataParallel(nn.Module, Generic[M]):
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
-        devices, source = as_devices(list(device_ids), self._where), self.src_device_obj
-        return replicas_of(module, devices, self._where, marks=_MARKS, source=source)
+        devices = self._devices_of(device_ids)
+        return replicas_of(module, devices, self._where, marks=_MARKS, source=self.src_device_obj)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
     ) -> tuple[Inputs, Keywords]:
         """Split the arguments: those of each replica, positional ones first."""
-        devices = as_devices(list(device_ids), self._where)
+        devices = self._devices_of(device_ids)
         args, keywords, plan = split_call(inputs, kwargs or {}, devices, self.dim, self._weights, self._where)
         return _Shards(args, plan), keywords
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas, each with its arguments. None for `kwargs` is none for all of them."""
         check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
-        devices = as_devices(self._ids_of(inputs), self._where)
         plan = inputs.plan if isinstance(inputs, _Shards) else None
+        devices = self._devices_of(self._ids_of(inputs))
         return run_modules(replicas, inputs, kwargs, devices, plan and plan.sizes, self._executor)
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""
         return join_outputs(outputs, as_target(output_device, self._where), self.dim, self._where)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of a DataParallel, or of the module alone."""
-        own = set(self.state_dict(keep_vars=True))
-        if own.isdisjoint(state_dict) and not own.isdisjoint(f"module.{key}" for key in state_dict):
-            state_dict = _of_wrapper(state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
 
     def _ids_of(self, inputs: Sequence[Any]) -> list[int | torch.device]:
         """The devices of the replicas: those that have rows."""
@@ -186,10 +170,8 @@ class DataParallel(nn.Module, Generic[M]):
             return [self.device_ids[slot] for slot in inputs.plan.slots]
         return self.device_ids[: len(inputs)]
 
-    def _to_output(self, output: Tree) -> Tree:
-        if self.output_device == index_of(self.src_device_obj):
-            return output
-        return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
+    def _devices_of(self, device_ids: Sequence[DeviceLike | int]) -> tuple[torch.device, ...]:
+        return as_devices(list(device_ids), self._where)
 
 
 def data_parallel(
@@ -221,12 +203,15 @@ def data_parallel(
     Raises:
         ValueError, TypeError, RuntimeError: As `DataParallel` does.
     """
-    shim = DataParallel.__new__(DataParallel)
-    nn.Module.__init__(shim)
-    shim._configure(module, device_ids, output_device, dim, None, "auto", "data_parallel")
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    kwargs = dict(module_kwargs or {})
-    return shim._run(args, kwargs) if shim.device_ids else module(*args, **kwargs)
+    return _Once(module, device_ids, output_device, dim)(*args, **(module_kwargs or {}))
+
+
+class _Once(DataParallel[Any]):
+    _where = "data_parallel"
+
+    def _prepare(self, devices: Sequence[torch.device]) -> None:
+        """The module stays where it is."""
 
 
 _MARKS = {**OF_REPLICAS, OF_CLONE: True}
@@ -241,15 +226,6 @@ class _Shards(tuple[tuple[Any, ...], ...]):
         shards = super().__new__(cls, args)
         shards.plan = plan
         return shards
-
-
-def _of_wrapper(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of a module as that of its wrapper."""
-    renamed: Any = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
-    versions = getattr(state_dict, "_metadata", None)
-    if versions is not None:
-        renamed._metadata = {f"module.{key}".removesuffix("."): value for key, value in versions.items()}
-    return renamed
 
 
 leave_all_alone(DataParallel._run)

@@ -50,10 +50,9 @@ def parallel_apply(
     check_lengths(len(modules), inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
     if not modules:
         return []
-    given = [None] * len(modules) if devices is None else devices
     places = [
         _device_of(module, args) if device is None else as_device(device, "parallel_apply")
-        for module, args, device in zip(modules, inputs, given, strict=True)
+        for module, args, device in zip(modules, inputs, devices or [None] * len(modules), strict=True)
     ]
     return run_modules(modules, inputs, kwargs_tup, places, None)
 
@@ -68,10 +67,8 @@ def run_modules(
 ) -> list[Any]:
     """Call each module on its slot; `sizes` are the rows that each has, if they are known."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
-    tasks = [
-        functools.partial(_call, i, device, module, (args, named))
-        for i, (device, module, args, named) in enumerate(zip(devices, modules, inputs, kwargs, strict=True))
-    ]
+    calls = enumerate(zip(devices, modules, inputs, kwargs, strict=True))
+    tasks = [functools.partial(_call, i, *call) for i, call in calls]
     return run_all(tasks, places_of(Partition(tuple(range(len(tasks))), tuple(devices), sizes), "data"), executor)
 
 
@@ -82,15 +79,12 @@ def check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
             raise AssertionError(f"The number of modules {modules} is not equal to the number of {name} {len(values)}")
 
 
-def _call(
-    index: int, device: torch.device, module: Callable[..., Any], arguments: tuple[Any, Mapping[str, Any]]
-) -> Any:
-    inputs, kwargs = arguments
+def _call(i: int, device: torch.device, module: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
     try:
         return module(*inputs, **kwargs) if isinstance(inputs, list | tuple) else module(inputs, **kwargs)
     except Exception as error:
         place = device.type if device.index is None else device.index
-        note_on(error, f"Caught {type(error).__name__} in replica {index} on device {place}.")
+        note_on(error, f"Caught {type(error).__name__} in replica {i} on device {place}.")
         raise
 
 

@@ -181,18 +181,16 @@ def _split(
     check_tracing(devices, where)
     whole = "override scatter" if where == "DataParallel" else "call fdp.scatter with None in in_dims"
     flats = flatten_args([(name, tree, dim, "dim") for name, tree in named], where, whole)
-    memo: Memo = {}
     plans = _by_rows(flats, devices) if weights is None else {}
-    if len(plans) > 1:
-        plan = next(iter(plans.values()))._replace(sizes=None)
-        return [place(flat, plan, memo, plans) for flat in flats], plan
-    if plans:
-        [plan] = plans.values()
-        return [place(flat, plan, memo) for flat in flats], plan
-    _, plan = partition_of(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
-    rows = None if plan.sizes is None else sum(plan.sizes)
-    plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
-    return [place(flat, plan, memo) for flat in flats], plan
+    plan = next(iter(plans.values()), None)
+    if plan is None:
+        _, plan = partition_of(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
+        rows = None if plan.sizes is None else sum(plan.sizes)
+        plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
+    elif len(plans) > 1:
+        plan = plan._replace(sizes=None)
+    memo: Memo = {}
+    return [place(flat, plan, memo, plans if len(plans) > 1 else None) for flat in flats], plan
 
 
 def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[int, Partition]:
@@ -201,11 +199,11 @@ def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[i
     Such as one copy for each device, beside a batch: `adjacency.repeat(len(devices), 1, 1)`. A tensor without rows is
     in every part.
     """
-    found = {rows_of(leaf, spec) for flat in flats for leaf, spec in zip(flat.leaves, flat.specs, strict=True)} - {-1}
+    leaves = [(leaf, spec) for flat in flats for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
+    found = {rows_of(leaf, spec) for leaf, spec in leaves} - {-1}
     plans = {rows: make_partition(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
     parts = {plan.slots: plan.devices for plan in plans.values()}
-    if len(parts) != 1 or any(isinstance(leaf, Slots) for flat in flats for leaf in flat.leaves):
+    if len(parts) != 1 or any(isinstance(leaf, Slots) for leaf, _ in leaves):
         return {}
-    for slots, used in parts.items():
-        plans |= {0: Partition(slots, used, (0,) * len(slots))} if 0 in found else {}
-    return plans
+    [(slots, used)] = parts.items()
+    return plans | ({0: Partition(slots, used, (0,) * len(slots))} if 0 in found else {})

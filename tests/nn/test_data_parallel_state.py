@@ -58,61 +58,6 @@ def test_keys_have_the_prefix():
     assert [name for name, _ in shim.named_parameters()] == ["module.weight", "module.bias"]
 
 
-class Inner(nn.Module):
-    """A module with a child that is called like the one of a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "batch-norm": lambda: nn.BatchNorm1d(2),
-    "mlp": mlp,
-    "inner": Inner,
-    "wrapper": lambda: DataParallel(nn.Linear(2, 2), ["cpu"]),
-}
-
-
-@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-@pytest.mark.parametrize("strict", [True, False])
-def test_keys_of_the_wrapper_and_of_the_module_are_taken(make: Any, strict: bool):
-    source = make()
-    for parameter in source.parameters():
-        nn.init.normal_(parameter)
-    for state in (source.state_dict(), DataParallel(source, ["cpu"]).state_dict()):
-        kept = dict(state)
-        shim = DataParallel(make(), ["cpu"])
-        result = shim.load_state_dict(state, strict)
-        assert (result.missing_keys, result.unexpected_keys) == ([], [])
-        assert_same_tree(dict(shim.module.state_dict()), dict(source.state_dict()))
-        assert dict(state) == kept
-
-
-def test_versions_of_a_state_dict_are_kept():
-    """BatchNorm of version 1 had no num_batches_tracked: only the version tells that it may be missing."""
-    state = nn.BatchNorm1d(2).state_dict()
-    del state["num_batches_tracked"]
-    shim = DataParallel(nn.BatchNorm1d(2), TWO)
-    with pytest.raises(RuntimeError, match=r'Missing key.*"module.num_batches_tracked"'):
-        shim.load_state_dict(state)
-    state._metadata[""]["version"] = 1  # pyright: ignore[reportAttributeAccessIssue]
-    shim.load_state_dict(state)
-
-
-@pytest.mark.parametrize("assign", [True, False])
-def test_keys_that_do_not_fit_are_named(assign: bool):
-    shim = DataParallel(nn.Linear(2, 2), TWO)
-    with pytest.raises(RuntimeError, match=r'Missing key.*"module.bias"'):
-        shim.load_state_dict({"weight": torch.zeros(2, 2)}, assign=assign)
-    with pytest.raises(RuntimeError, match=r'Missing key.*"module.weight", "module.bias".*\n.*Unexpected key.*"other"'):
-        shim.load_state_dict({"other": torch.zeros(2)}, assign=assign)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        shim.load_state_dict({})
-    shim.load_state_dict({"weight": torch.zeros(2, 2)}, strict=False, assign=assign)
-    assert_same_tree(shim.module.weight.detach(), torch.zeros(2, 2))
-
-
 # ---------------------------------------------------------------- what the caller has set
 
 

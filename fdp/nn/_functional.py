@@ -49,7 +49,7 @@ class Apply:
             say_own(module)
         _check_names(params, buffers, recipe.params, recipe.buffers)
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        given = {**params, **{name: params[name].clone() for name in recipe.renormalised(states)}, **copies}
+        given = {**params, **copies}
         before = _versions(params.values())
         try:
             with stand_in(module, recipe, states, given, shares=False) as made:
@@ -87,8 +87,6 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
     after the call, so return what you want to keep. Objects of other classes that the module holds are shared with it.
     Calls may run side by side in threads, if they run on clones.
 
-    An embedding with `max_norm` renormalises a copy of its weight, and `params` stay as they are.
-
     Calls run on clones of the module. Where a hook closes over the module, or an object inside refers to it or is of a
     kind that cannot be looked into, they run on the module itself, one at a time, and activation checkpointing in it
     would see the module's own tensors in the backward; `executor="threads"` refuses that.
@@ -104,7 +102,8 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 
     Raises:
         TypeError: Not a module, or one that cannot be called with other tensors. From `apply`: not a pair of dicts.
-        ValueError: A lazy module that has not seen an input. From `apply`: names are missing or unexpected.
+        ValueError: A lazy module that has not seen an input, or an embedding with `max_norm`. From `apply`: names are
+            missing or unexpected.
         RuntimeError: From `apply`: forward wrote in place to a parameter, or to a tensor that is not a buffer.
     """
     check_module(module, "functional")
@@ -118,13 +117,9 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
 
 
 def _apply_traced(module: nn.Module, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
-    own = dict(module.named_parameters())
-    _check_names(params, buffers, own, dict(module.named_buffers()))
-    parts = list(module.modules())
-    written = [part.weight for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm]
-    copies = {name: params[name].clone() for name, p in own.items() if any(p is weight for weight in written)}
-    bound = {**params, **copies, **{name: buffer.clone() for name, buffer in buffers.items()}}
-    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
+    _check_names(params, buffers, dict(module.named_parameters()), dict(module.named_buffers()))
+    bound = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     kept = [(part, name, getattr(part, name)) for part in recurrent for name in _OF_PARAMETERS if hasattr(part, name)]
     out = torch.func.functional_call(module, bound, args, kwargs)
     for part, name, value in kept:  # else they are those of this call, and the next would be compiled anew
@@ -144,6 +139,12 @@ def check_module(module: nn.Module, where: str) -> None:
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise ValueError(f"{where}: {lazy} have no shape yet; run a dummy forward first: module(example)")
+    written = [name or "it" for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
+    if written:
+        raise ValueError(
+            f"{where}: {names(written)}: forward writes to weights that have max_norm. Set it to None, and write "
+            "weight.copy_(weight.renorm(2, 0, max_norm)) under no_grad before each step"
+        )
 
 
 def _as_state(state: Any) -> State:

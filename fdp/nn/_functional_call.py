@@ -40,8 +40,8 @@ def functional_call(
     Args:
         module: The module; it keeps its own tensors throughout.
         params_and_buffers: Tensors by name, in one dict or several. The module's own stand for those left out. Buffers
-            are written in place, and an only dict gets what forward puts under its names. A list or an attribute in
-            which a parameter is a second time has the given tensor, too.
+            are written in place, and an only dict gets the buffers that forward puts under its names. A list or an
+            attribute in which a parameter is a second time has the given tensor, too.
         args: Positional arguments. What is not a tuple is the only one.
         kwargs: Keyword arguments.
         tie_weights: One name of a tied tensor stands for all of its names.

@@ -38,7 +38,6 @@ class Recipe:
             (i, path, keys) for i, (path, keys) in enumerate(zip(tree.paths, self.note.odd, strict=True)) if keys
         ]
         self._norms = [ref for ref, part in zip(self._refs, tree.all, strict=True) if may_take_own(part)]
-        self._embeddings = [i for i, part in enumerate(tree.all) if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
         places, names = self.note.places, [join(tree.paths[i], key) for i, _, key in self.note.places]
         named = sum(i < tree.registered for i, _, _ in places)
         self.usual, self.unnamed = dict(enumerate(names[:named], 1)), names[named:]
@@ -118,17 +117,6 @@ class Recipe:
     def others(self, states: Sequence[Attributes]) -> list[Any]:
         """Those that have no name."""
         return [states[i][registry][key] for i, registry, key in self.note.places[len(self.numbers) :]]
-
-    def renormalised(self, states: Sequence[Attributes]) -> list[str]:
-        """The weights that forward writes to: embeddings with `max_norm` keep the rows that they look up below it."""
-        found = {
-            id(states[i]["_parameters"].get("weight"))
-            for i in self._embeddings
-            if states[i].get("max_norm") is not None
-        }
-        if not found:
-            return []
-        return [name for name, tensor in zip(self.numbers, self.own(states)[1:], strict=False) if id(tensor) in found]
 
     def takes_own_statistics(self) -> bool:
         """Whether several slots do not compute what one device does."""

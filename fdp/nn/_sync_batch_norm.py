@@ -1,11 +1,9 @@
 """Batch norm with the statistics of all slots."""
 
-import contextlib
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fdp._collectives.api import psum
@@ -35,8 +33,9 @@ class SyncBatchNorm(torch_private.BatchNorm):
     where no mapped call has the name, it is an ordinary batch norm. So is a call with another `axis_name`: the names
     must agree. With microbatches, the statistics are those of one microbatch of each slot.
 
-    New running statistics are put in place of the old ones, which are not written to: `functional` returns them, and
-    module that is called inside `torch.func.grad` keeps them; under `vmap` call it through `functional`. State dicts
+    On several slots and under transforms new running statistics are put in place of the old ones, which are not written
+    to: `functional` returns them, and a module that is called inside `torch.func.grad` keeps them; under `vmap` call it
+    through `functional`. State dicts
     are those of `torch.nn.BatchNorm1d`. In training `torch.compile` breaks its graph here: compiled code sees no slots.
 
     Args:
@@ -77,13 +76,13 @@ class SyncBatchNorm(torch_private.BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel."""
         self._check_input_dim(input)
-        mean, var = self.running_mean, self.running_var
-        if not self.training and not (mean is None and var is None):
-            return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         shared = self._is_shared()
-        if shared or torch_private.is_transformed():  # torch's kernel writes to statistics, in no vmap
+        takes_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if takes_batch and (
+            shared or torch_private.is_transformed()
+        ):  # torch's kernel writes to statistics, in no vmap
             return self._over_slots(input, shared)
-        return self._alone(input)
+        return super().forward(input)
 
     def extra_repr(self) -> str:
         """What the constructor was given."""
@@ -102,16 +101,6 @@ class SyncBatchNorm(torch_private.BatchNorm):
         axis = next((axis for axis in reversed(AXES.get()) if axis.slot.axis_name == self.axis_name), None)
         return axis is not None and axis.slot.count > 1
 
-    def _alone(self, input: Tensor) -> Tensor:
-        """Torch's own batch norm, which writes to copies of the running statistics."""
-        with _outside_inference():
-            mean, var = (None if old is None else old.clone() for old in self._tracked())
-            batches = self._batches()
-        factor = float(self._factor(batches, accumulator(input.dtype)))
-        out = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
-        self._rebind(mean, var, batches)
-        return out
-
     def _over_slots(self, input: Tensor, shared: bool) -> Tensor:
         """Means first, then squares around them: sums of plain squares of large numbers would lose how they differ.
 
@@ -123,7 +112,7 @@ class SyncBatchNorm(torch_private.BatchNorm):
         sums = x.sum(dims, keepdim=True)  # (1, channels, 1, ...)
         count, sums = psum((own, sums), self.axis_name) if shared else (own, sums)
         if count == 0:
-            return self._alone(input)
+            return super().forward(input)
         if count == 1:
             where = ", and one value in all slots" if shared else ""
             raise ValueError(
@@ -142,36 +131,19 @@ class SyncBatchNorm(torch_private.BatchNorm):
         return out.to(input.dtype)
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards those of a batch."""
-        with _outside_inference():
-            batches = self._batches()
-            factor = self._factor(batches, mean.dtype)
-            old_mean, old_var = self._tracked()
-            self._rebind(_between(old_mean, mean, factor), _between(old_var, var, factor), batches)
-
-    def _tracked(self) -> tuple[Tensor | None, Tensor | None]:
-        """The running statistics that this call moves."""
-        return (self.running_mean, self.running_var) if self.training and self.track_running_stats else (None, None)
-
-    def _batches(self) -> Tensor | None:
-        """How many batches there are with this one, None if it does not count."""
-        count = self.num_batches_tracked
-        return count + 1 if self.training and self.track_running_stats and count is not None else None
-
-    def _factor(self, batches: Tensor | None, dtype: torch.dtype) -> Tensor | float:
-        """The share of a batch in the running statistics."""
-        if self.momentum is not None:
-            return self.momentum
-        return 0.0 if batches is None else 1 / batches.to(dtype)
-
-    def _rebind(self, mean: Tensor | None, var: Tensor | None, batches: Tensor | None) -> None:
-        for name, new in (("running_mean", mean), ("running_var", var), ("num_batches_tracked", batches)):
-            if new is not None:
-                setattr(self, name, _unwrapped(new))
-
-
-def _between(old: Tensor | None, new: Tensor, factor: Tensor | float) -> Tensor | None:
-    return None if old is None else (old + (new - old) * factor).to(old.dtype)
+        """Put statistics that have moved towards those of a batch in place of the running ones."""
+        if not self.training or not self.track_running_stats:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # they outlive the call: a later one may need gradients
+            factor: Any = self.momentum
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked = _unwrapped(self.num_batches_tracked + 1)
+            if factor is None:
+                factor = 0.0 if self.num_batches_tracked is None else 1 / self.num_batches_tracked.to(mean.dtype)
+            for name, new in (("running_mean", mean), ("running_var", var)):
+                old = getattr(self, name)
+                if old is not None:
+                    setattr(self, name, _unwrapped((old + (new - old) * factor).to(old.dtype)))
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
@@ -179,13 +151,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     while torch_private.is_gradtrackingtensor(tensor):
         tensor = torch_private.get_unwrapped(tensor)
     return tensor
-
-
-@contextlib.contextmanager
-def _outside_inference() -> Iterator[None]:
-    """Statistics outlive the call: a later one may need gradients through them."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 leave_all_alone(SyncBatchNorm.forward)  # compiled code cannot see which slot it runs in

@@ -104,7 +104,6 @@ nn/test_data_parallel_state.py
     test_gradients_are_off_where_they_are_off: U26
     test_the_state_of_the_thread_is_that_of_the_caller: U55a
     test_keys_have_the_prefix: U91
-    test_keys_of_the_wrapper_and_of_the_module_are_taken: U91
     test_copies_and_files: U92
 nn/test_data_parallel_transforms.py
     test_compiled: U100

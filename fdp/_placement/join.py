@@ -2,7 +2,6 @@
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -182,12 +181,9 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 
 
 def _structures_differ(one: Any, other: Any) -> bool:
-    if _COMPILES_COMPARISONS or not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return one != other
+    # The compiler of torch before 2.13 does not compare optree's structures, nor does that of 2.13 on Python 3.13.
     if one.type is not other.type or one.entries() != other.entries():
         return True
     return any(map(_structures_differ, one.children(), other.children()))
-
-
-# The compiler of torch before 2.13 does not compare optree's structures, nor does that of 2.13 on Python 3.13.
-_COMPILES_COMPARISONS = torch.__version__ >= "2.13" and sys.version_info < (3, 13)

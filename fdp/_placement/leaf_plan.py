@@ -84,10 +84,6 @@ class LeafPlan:
         rows, whole = shares.sizes if self.is_cut else None, value.shape if isinstance(value, Tensor) else None
         yield planned(self.path, self.parts(value, shares), shares.devices, self.how, rows, whole)
 
-    def kind(self, value: Any) -> Any:
-        """What draws may depend on of it: all but rows."""
-        return type(value)
-
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         """The same with so many rows; an `item` is made of one of a list, for a row."""
         return value

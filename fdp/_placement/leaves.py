@@ -68,10 +68,6 @@ class TensorPlan(LeafPlan):
             return torch.zeros_like(value)
         return concat([home(part, value, self.flat, self.index) for part in parts], self.dim)
 
-    def kind(self, value: Tensor) -> Any:
-        rows = None if self.dim is None else self.dim % max(value.ndim, 1)
-        return value.dtype, value.device, [n for i, n in enumerate(value.shape) if i != rows]
-
     def remade(self, value: Tensor, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         return make(value, self.dim)
 
@@ -130,10 +126,6 @@ class SlotsPlan(LeafPlan):
         dims = None if self.dim is None else self.dims(value)
         for leaf in on_slots(self.parts(value, shares), shares.devices, shares.sizes, dims, self.path):
             yield dataclasses.replace(leaf, how=self.how)
-
-    def kind(self, value: Slots) -> Any:
-        inner = flatten(value.shards[0], "a shard", None if self.dim is None else 0)
-        return kinds(leaf_plans(inner, self.shares), inner)
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         known = isinstance(value, Sharded) and (value.sizes is not None or self.dim is not None)
@@ -205,11 +197,6 @@ def _class_of(value: Any, dim: Any, shares: Partition) -> type[LeafPlan]:
     if isinstance(value, Slots):
         return ReplicatedPlan if isinstance(value, Replicated) else ShardedPlan
     return ItemsPlan if dim == "items" and shares.sizes is not None else OpaquePlan
-
-
-def kinds(plans: Sequence[LeafPlan], flat: Flat) -> Any:
-    """What draws may depend on of a flat tree."""
-    return str(flat.structure), str([plan.kind(leaf) for plan, leaf in zip(plans, flat.leaves, strict=True)])
 
 
 _moves, _is_needed_whole = operator.attrgetter("moves"), operator.attrgetter("is_needed_whole")

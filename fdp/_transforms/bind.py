@@ -200,7 +200,7 @@ def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, Slots):
         dims = signature_of_dims(leaf.dims)
         inner = by_optree(leaf.shards[0])[0]
-        kinds = tuple([(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in inner])
+        kinds = tuple(map(_kind_of, inner))
         return dims and (leaf.devices, leaf.sizes, type(leaf.shards[0]), kinds, *dims)
     return type(leaf)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fdp._execution.generators import check_same_numbers
 from fdp._execution.seeds import Seed
-from fdp._placement.leaves import kinds
 from fdp._placement.plan import Plan
 from fdp._placement.transfers import Watch, watched
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
@@ -24,7 +23,7 @@ from fdp._trees.tree import tensors_in, tree_map
 from fdp._trees.types import Function, Tree
 
 Do = Callable[[Plan, State], None]
-_NOTED: "weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Draw, ...]]]" = weakref.WeakKeyDictionary()
+_NOTED: "weakref.WeakKeyDictionary[Any, dict[Plan, tuple[Draw, ...]]]" = weakref.WeakKeyDictionary()
 _CHANGED = (
     "if the function draws something else than in calls before, as a module does after .train(): fdp looks at it anew "
     "in the next call. In several processes, and in parallel_apply, it does not make a call twice. Take a function of "
@@ -55,28 +54,26 @@ def draw_by_rows(do: Do, plan: Plan, state: State) -> None:
         return
     check_same_numbers(state.partition.devices, state.where)
     rows = int(state.peers.rows(sum(sizes)))
-    key = state.where, state.call.args.positional, state.call.args.keywords, state.kind.key, torch.is_grad_enabled()
-    key = *key, *kinds(plan.leaves, state.flat(plan))
     noted = {} if torch_private.is_transformed() else _noted(state.fn)  # vmap around the call may draw more
-    found = noted.get(key)
+    found = noted.get(plan)
     if found is not None:
         try:
             state.seed = seed._replace(draws=Draws(found, rows))
             do(plan, state)
             return
         except DrawsDiffer as error:  # it has changed, as a module does by .train()
-            noted.pop(key, None)
+            noted.pop(plan, None)
             if not state.kind.may_repeat or state.peers.has_others():
                 error.add_note(_CHANGED)
                 raise
-    draws = noted[key] = _draws(plan, state)
+    draws = noted[plan] = _draws(plan, state)
     for old in list(noted)[:-_MOST]:
         noted.pop(old, None)
     state.seed = seed._replace(draws=Draws(draws, rows))
     do(plan, state)
 
 
-def _noted(fn: Function) -> dict[Hashable, tuple[Draw, ...]]:
+def _noted(fn: Function) -> dict[Plan, tuple[Draw, ...]]:
     """What is kept for a function object. Not for its code: what it closes over may draw something else."""
     try:
         return _NOTED.setdefault(fn, {})

@@ -23,7 +23,7 @@ class LeafPlan:
     Attributes:
         path: Where it stands: `inputs[0]['x']`.
         dim: Along which its rows are, `"items"`, or None for what is whole.
-        shares: Which shards there are.
+        partition: Which shards there are.
         is_cut: Whether it has rows, of which each shard gets its own.
         moves: Whether it is copied to another device.
         how: What `explain` says of it.
@@ -35,8 +35,8 @@ class LeafPlan:
     moves = False
     is_needed_whole = False
 
-    def __init__(self, flat: Flat, index: int, value: Any, shares: Partition) -> None:
-        self.flat, self.index, self.shares = flat, index, shares
+    def __init__(self, flat: Flat, index: int, value: Any, partition: Partition) -> None:
+        self.flat, self.index, self.partition = flat, index, partition
         self.dim: Any = flat.specs[index]
 
     @property
@@ -56,13 +56,13 @@ class LeafPlan:
         inner = flatten(self.inside(value), self.path)
         return [inner.path(i) for i, other in enumerate(inner.leaves) if other is tensor]
 
-    def parts(self, value: Any, shares: Partition) -> Sequence[Any]:
+    def parts(self, value: Any, partition: Partition) -> Sequence[Any]:
         """What each shard has of it, where it is now."""
-        return [value] * len(shares.slots)
+        return [value] * len(partition.slots)
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
         """What each shard gets of it. What tensors became is in the memo, so that each is moved once."""
-        return self.parts(value, self.shares)
+        return self.parts(value, self.partition)
 
     def wrong(self, value: Any, where: str) -> list[str]:
         """What in it cannot be differentiated."""
@@ -79,10 +79,10 @@ class LeafPlan:
         """Its gradient, from the sums of those tensors, or from the gradients that the shards have of their parts."""
         raise NotImplementedError
 
-    def planned(self, value: Any, shares: Partition) -> Iterator[PlannedLeaf]:
+    def planned(self, value: Any, partition: Partition) -> Iterator[PlannedLeaf]:
         """What `explain` shows of it."""
-        rows, whole = shares.sizes if self.is_cut else None, value.shape if isinstance(value, Tensor) else None
-        yield planned(self.path, self.parts(value, shares), shares.devices, self.how, rows, whole)
+        rows, whole = partition.sizes if self.is_cut else None, value.shape if isinstance(value, Tensor) else None
+        yield planned(self.path, self.parts(value, partition), partition.devices, self.how, rows, whole)
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         """The same with so many rows; an `item` is made of one of a list, for a row."""

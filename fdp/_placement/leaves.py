@@ -30,19 +30,19 @@ from fdp._trees.types import AUTO, Dims, Tree
 class TensorPlan(LeafPlan):
     """A tensor: whole on every slot, or split along its dim."""
 
-    def __init__(self, flat: Flat, index: int, value: Tensor, shares: Partition) -> None:
-        super().__init__(flat, index, value, shares)
-        self.moves = any(device != value.device for device in shares.devices)
-        self.is_cut = self.dim is not None and shares.sizes is not None
+    def __init__(self, flat: Flat, index: int, value: Tensor, partition: Partition) -> None:
+        super().__init__(flat, index, value, partition)
+        self.moves = any(device != value.device for device in partition.devices)
+        self.is_cut = self.dim is not None and partition.sizes is not None
         self.is_needed_whole = self.dim is None
         self.how = f"split along dim {self.dim}" if self.is_cut else "whole"
 
-    def parts(self, value: Tensor, shares: Partition) -> Sequence[Tensor]:
-        sizes = shares.sizes
-        return split(value, sizes, self.dim) if self.is_cut and sizes else super().parts(value, shares)
+    def parts(self, value: Tensor, partition: Partition) -> Sequence[Tensor]:
+        sizes = partition.sizes
+        return split(value, sizes, self.dim) if self.is_cut and sizes else super().parts(value, partition)
 
     def cut(self, value: Tensor, memo: Memo | None) -> Sequence[Tensor]:
-        devices = self.shares.devices
+        devices = self.partition.devices
         if not self.is_cut or len(devices) == 1:
             if not self.moves:
                 return [value] * len(devices)
@@ -50,7 +50,7 @@ class TensorPlan(LeafPlan):
         key = None if memo is None else (id(value), self.dim)
         if memo is not None and key in memo:
             return memo[key]
-        parts = self.parts(value, self.shares)
+        parts = self.parts(value, self.partition)
         if self.moves:
             pairs = zip(parts, devices, strict=True)
             parts = [copy(part, device, self.flat, self.index) for part, device in pairs]
@@ -78,12 +78,12 @@ class ItemsPlan(LeafPlan):
 
     is_cut, how = True, "split by items"
 
-    def parts(self, value: Any, shares: Partition) -> Sequence[Any]:
-        ranges = [shares.rows(i) or range(0) for i in range(len(shares.slots))]
+    def parts(self, value: Any, partition: Partition) -> Sequence[Any]:
+        ranges = [partition.rows(i) or range(0) for i in range(len(partition.slots))]
         return [value[rows.start : rows.stop] for rows in ranges]
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
-        each, path, start = zip(self.parts(value, self.shares), self.shares.devices, strict=True), self.path, 0
+        each, path, start = zip(self.parts(value, self.partition), self.partition.devices, strict=True), self.path, 0
         found: list[Any] = []
         for part, device in each:
             found.append(to_device(part, device, f"{path}[{start}:{start + len(part)}]", memo))
@@ -115,22 +115,22 @@ class SlotsPlan(LeafPlan):
     def inside(self, value: Slots) -> Tree:
         return value.shards
 
-    def parts(self, value: Slots, shares: Partition) -> Sequence[Any]:
-        return [value.shards[slot] for slot in shares.slots]
+    def parts(self, value: Slots, partition: Partition) -> Sequence[Any]:
+        return [value.shards[slot] for slot in partition.slots]
 
     def dims(self, value: Slots) -> Dims:
         """Which dims of its shards are split."""
         return self.dim if value.dims is AUTO else value.dims
 
-    def planned(self, value: Slots, shares: Partition) -> Iterator[PlannedLeaf]:
+    def planned(self, value: Slots, partition: Partition) -> Iterator[PlannedLeaf]:
         dims = None if self.dim is None else self.dims(value)
-        for leaf in on_slots(self.parts(value, shares), shares.devices, shares.sizes, dims, self.path):
+        for leaf in on_slots(self.parts(value, partition), partition.devices, partition.sizes, dims, self.path):
             yield dataclasses.replace(leaf, how=self.how)
 
     def remade(self, value: Any, rows: int, make: Make, item: Callable[[Tree, int], Tree]) -> Any:
         known = isinstance(value, Sharded) and (value.sizes is not None or self.dim is not None)
         flat = flatten(value.shards[0], "shard", self.dims(value) if known else None)
-        plans = leaf_plans(flat, self.shares)
+        plans = leaf_plans(flat, self.partition)
         own = [plan.remade(leaf, rows, make, item) for plan, leaf in zip(plans, flat.leaves, strict=True)]
         one = {"shards": (unflatten(flat.structure, own),), "devices": value.devices[:1], "peers": ALONE}
         return dataclasses.replace(value, **one, sizes=(rows,) if known else None)
@@ -161,13 +161,13 @@ class ShardedPlan(SlotsPlan):
     how = "there, as a Sharded"
 
     def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
-        slots, shares = self.shares.slots, self.shares
-        if shares.sizes is None or all(a != b for a, b in pairwise(slots)):
+        slots, partition = self.partition.slots, self.partition
+        if partition.sizes is None or all(a != b for a, b in pairwise(slots)):
             return super().cut(value, memo)
         shards: list[Tree] = []
         for slot in dict.fromkeys(slots):  # in microbatches
             pieces = [i for i, s in enumerate(slots) if s == slot]
-            each: Any = [tuple([of[i] for i in pieces]) for of in (slots, shares.devices, shares.sizes)]
+            each: Any = [tuple([of[i] for i in pieces]) for of in (slots, partition.devices, partition.sizes)]
             args = [(self.path, value.shards[slot], self.dims(value), "in_dims")]
             shards += place(flatten_args(args, "microbatches")[0], Partition(*each))
         return shards
@@ -181,22 +181,24 @@ class ShardedPlan(SlotsPlan):
         )
 
 
-def leaf_plans(flat: Flat, shares: Partition, by_rows: Mapping[int, Partition] | None = None) -> tuple[LeafPlan, ...]:
-    """The plans of all leaves. Where tensors differ in their rows, `by_rows` has the shares for each number of them."""
+def leaf_plans(
+    flat: Flat, partition: Partition, by_rows: Mapping[int, Partition] | None = None
+) -> tuple[LeafPlan, ...]:
+    """The plans of all leaves. Where tensors differ in their rows, `by_rows` has the partition for each number."""
     paths = flat._replace(leaves=[])
     found: list[LeafPlan] = []
     for i, (value, dim) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
-        own = shares if by_rows is None else by_rows.get(rows_of(value, dim), shares)
+        own = partition if by_rows is None else by_rows.get(rows_of(value, dim), partition)
         found.append(_class_of(value, dim, own)(paths, i, value, own))
     return tuple(found)
 
 
-def _class_of(value: Any, dim: Any, shares: Partition) -> type[LeafPlan]:
+def _class_of(value: Any, dim: Any, partition: Partition) -> type[LeafPlan]:
     if isinstance(value, Tensor):
         return TensorPlan
     if isinstance(value, Slots):
         return ReplicatedPlan if isinstance(value, Replicated) else ShardedPlan
-    return ItemsPlan if dim == "items" and shares.sizes is not None else OpaquePlan
+    return ItemsPlan if dim == "items" and partition.sizes is not None else OpaquePlan
 
 
 _moves, _is_needed_whole = operator.attrgetter("moves"), operator.attrgetter("is_needed_whole")
@@ -208,8 +210,8 @@ def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list
         return
     whole = [] if memo is None else list(filter(_is_needed_whole, filter(_moves, plans)))
     if memo is not None and len(whole) > 1:
-        packed = packed_copies([values[plan.index] for plan in whole], whole[0].shares.devices)
-        for plan, device in product(whole if packed else (), whole[0].shares.devices):
+        packed = packed_copies([values[plan.index] for plan in whole], whole[0].partition.devices)
+        for plan, device in product(whole if packed else (), whole[0].partition.devices):
             value = values[plan.index]
             if (id(value), device) not in memo:
                 memo[id(value), device] = copy_or_packed(value, device, plan.flat, plan.index, packed)
@@ -220,10 +222,10 @@ def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list
 
 
 def place(
-    flat: Flat, shares: Partition, memo: Memo | None = None, by_rows: Mapping[int, Partition] | None = None
+    flat: Flat, partition: Partition, memo: Memo | None = None, by_rows: Mapping[int, Partition] | None = None
 ) -> list[Tree]:
     """The tree of each shard. What has been placed before is in the `memo`."""
-    columns = [flat.leaves.copy() for _ in shares.slots]
-    plans = [plan for plan in leaf_plans(flat, shares, by_rows) if plan.is_cut or plan.moves]
+    columns = [flat.leaves.copy() for _ in partition.slots]
+    plans = [plan for plan in leaf_plans(flat, partition, by_rows) if plan.is_cut or plan.moves]
     put(plans, flat.leaves, columns, new_memo() if memo is None else memo)
     return [unflatten(flat.structure, column) for column in columns]

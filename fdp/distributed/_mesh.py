@@ -90,11 +90,11 @@ class Mesh(Spread):
         count, first = sum(self.slots), sum(self.slots[: self.rank])
         everybody = (torch.device("cpu"),) * count
         shares = None if weights is None else check_weights(weights, count, "mesh.local")
-        flat, plan = partition_of_tree(batch, "batch", in_dims, everybody, shares, "mesh.local", keep_empty=True)
-        if plan.sizes is None:
+        flat, partition = partition_of_tree(batch, "batch", in_dims, everybody, shares, "mesh.local", keep_empty=True)
+        if partition.sizes is None:
             return batch
-        before, own = sum(plan.sizes[:first]), sum(plan.sizes[first : first + len(self)])
-        parts = before, own, sum(plan.sizes) - before - own
+        before, own = sum(partition.sizes[:first]), sum(partition.sizes[first : first + len(self)])
+        parts = before, own, sum(partition.sizes) - before - own
 
         def cut(leaf: Any, spec: Any) -> Any:
             if spec is None:

@@ -150,15 +150,15 @@ class DataParallel(nn.Module, Generic[M]):
     ) -> tuple[Inputs, Keywords]:
         """Split the arguments: those of each replica, positional ones first."""
         devices = self._devices_of(device_ids)
-        args, keywords, plan = split_call(inputs, kwargs or {}, devices, self.dim, self._weights, self._where)
-        return _Shards(args, plan), keywords
+        args, keywords, partition = split_call(inputs, kwargs or {}, devices, self.dim, self._weights, self._where)
+        return _Shards(args, partition), keywords
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas, each with its arguments. None for `kwargs` is none for all of them."""
         check_lengths(len(replicas), inputs=inputs, kwargs_tup=kwargs)
-        plan = inputs.plan if isinstance(inputs, _Shards) else None
+        partition = inputs.partition if isinstance(inputs, _Shards) else None
         devices = self._devices_of(self._ids_of(inputs))
-        return run_modules(replicas, inputs, kwargs, devices, plan and plan.sizes, self._executor)
+        return run_modules(replicas, inputs, kwargs, devices, partition and partition.sizes, self._executor)
 
     def gather(self, outputs: Sequence[Tree], output_device: DeviceLike | int) -> Tree:
         """Join the outputs of the replicas."""
@@ -166,8 +166,8 @@ class DataParallel(nn.Module, Generic[M]):
 
     def _ids_of(self, inputs: Sequence[Any]) -> list[int | torch.device]:
         """The devices of the replicas: those that have rows."""
-        if isinstance(inputs, _Shards) and inputs.plan is not None:
-            return [self.device_ids[slot] for slot in inputs.plan.slots]
+        if isinstance(inputs, _Shards) and inputs.partition is not None:
+            return [self.device_ids[slot] for slot in inputs.partition.slots]
         return self.device_ids[: len(inputs)]
 
     def _devices_of(self, device_ids: Sequence[DeviceLike | int]) -> tuple[torch.device, ...]:
@@ -220,11 +220,11 @@ _MARKS = {**OF_REPLICAS, OF_CLONE: True}
 class _Shards(tuple[tuple[Any, ...], ...]):
     """The positional arguments of each replica, with the partition of the rows."""
 
-    plan: Partition | None
+    partition: Partition | None
 
-    def __new__(cls, args: Inputs, plan: Partition | None) -> "_Shards":
+    def __new__(cls, args: Inputs, partition: Partition | None) -> "_Shards":
         shards = super().__new__(cls, args)
-        shards.plan = plan
+        shards.partition = partition
         return shards
 
 

@@ -1,4 +1,4 @@
-"""torch.nn.parallel's scatter and gather, on the plan and the trees of fdp."""
+"""torch.nn.parallel's scatter and gather, on the partitions and the trees of fdp."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -144,19 +144,19 @@ def split_call(
     *,
     on_all: bool = False,
 ) -> tuple[Inputs, Keywords, Partition | None]:
-    """The arguments of each replica, and the plan for them; nothing if there are no arguments."""
+    """The arguments of each replica, and the partition for them; nothing if there are no arguments."""
     if not isinstance(inputs, tuple | list):
         raise TypeError(f"{where}: inputs must be a tuple of positional arguments, got {type(inputs).__name__}")
     if not inputs and not kwargs:
         return (), (), None
     named = [(f"inputs[{i}]", value) for i, value in enumerate(inputs)]
     named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
-    columns, plan = _split(named, devices, dim, weights, where, on_all=on_all)
+    columns, partition = _split(named, devices, dim, weights, where, on_all=on_all)
     for column, (_, value) in zip(columns, named, strict=True):
         if isinstance(value, list | dict) and not value:  # one for all: forward may collect something in it
             column[:] = [value] * len(column)
     shards, n = list(zip(*columns, strict=True)), len(inputs)
-    return tuple(s[:n] for s in shards), tuple(dict(zip(kwargs, s[n:], strict=True)) for s in shards), plan
+    return tuple(s[:n] for s in shards), tuple(dict(zip(kwargs, s[n:], strict=True)) for s in shards), partition
 
 
 def join_outputs(outputs: Sequence[Tree], device: torch.device, dim: int, where: str) -> Tree:
@@ -181,29 +181,31 @@ def _split(
     check_tracing(devices, where)
     whole = "override scatter" if where == "DataParallel" else "call fdp.scatter with None in in_dims"
     flats = flatten_args([(name, tree, dim, "dim") for name, tree in named], where, whole)
-    plans = _by_rows(flats, devices) if weights is None else {}
-    plan = next(iter(plans.values()), None)
-    if plan is None:
-        _, plan = partition_of(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
-        rows = None if plan.sizes is None else sum(plan.sizes)
-        plan = make_partition(rows, plan.devices, plan.sizes, keep_empty=on_all if rows is None else rows == 0)
-    elif len(plans) > 1:
-        plan = plan._replace(sizes=None)
+    partitions = _by_rows(flats, devices) if weights is None else {}
+    partition = next(iter(partitions.values()), None)
+    if partition is None:
+        _, partition = partition_of(flats, devices, weights, where, keep_empty=True, sizes_of=chunked, whole=whole)
+        rows = None if partition.sizes is None else sum(partition.sizes)
+        partition = make_partition(
+            rows, partition.devices, partition.sizes, keep_empty=on_all if rows is None else rows == 0
+        )
+    elif len(partitions) > 1:
+        partition = partition._replace(sizes=None)
     memo: Memo = {}
-    return [place(flat, plan, memo, plans if len(plans) > 1 else None) for flat in flats], plan
+    return [place(flat, partition, memo, partitions if len(partitions) > 1 else None) for flat in flats], partition
 
 
 def _by_rows(flats: Sequence[Flat], devices: tuple[torch.device, ...]) -> dict[int, Partition]:
-    """A plan for each number of rows that there is, if torch.chunk cuts all of them into equally many parts.
+    """A partition for each number of rows that there is, if torch.chunk cuts all of them into equally many parts.
 
     Such as one copy for each device, beside a batch: `adjacency.repeat(len(devices), 1, 1)`. A tensor without rows is
     in every part.
     """
     leaves = [(leaf, spec) for flat in flats for leaf, spec in zip(flat.leaves, flat.specs, strict=True)]
     found = {rows_of(leaf, spec) for leaf, spec in leaves} - {-1}
-    plans = {rows: make_partition(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
-    parts = {plan.slots: plan.devices for plan in plans.values()}
+    partitions = {rows: make_partition(rows, devices, chunked(rows, len(devices))) for rows in sorted(found - {0})}
+    parts = {partition.slots: partition.devices for partition in partitions.values()}
     if len(parts) != 1 or any(isinstance(leaf, Slots) for leaf, _ in leaves):
         return {}
     [(slots, used)] = parts.items()
-    return plans | ({0: Partition(slots, used, (0,) * len(slots))} if 0 in found else {})
+    return partitions | ({0: Partition(slots, used, (0,) * len(slots))} if 0 in found else {})

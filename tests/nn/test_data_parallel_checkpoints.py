@@ -1,8 +1,7 @@
 """Activation checkpoints inside and around a DataParallel, and effects that happen once a replica."""
 
 import copy
-from collections import defaultdict
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fdp import DataParallel
-from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
 from tests.nn.modules_of_data_parallel import Checkpointed, loss_of, mlp, run
@@ -95,57 +94,6 @@ def test_a_checkpoint_around_the_wrapper():
     shim = DataParallel(module, TWO)
     got = run(lambda x: checkpoint(shim, x, use_reentrant=False), module, x)
     assert_close_tree(got, run(module, module, x))
-
-
-class Normalises(nn.Module):
-    """Writes to its input before it looks at the random state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3).double()
-        self.calls: list[int] = []
-
-    def forward(self, batch: dict[str, Tensor], seen: list[int]) -> Tensor:
-        seen.append(len(batch["x"]))
-        x = batch.pop("x")
-        x.sub_(0.5).mul_(3)
-        return cast(Tensor, checkpoint(self.linear, x, use_reentrant=False))
-
-
-@in_order
-def test_effects_before_a_checkpoint_happen_once(executor: Any):
-    module = Normalises()
-    shim = DataParallel(module, ["cpu"] * 4, executor=executor)
-    for _ in range(2):
-        x, y, seen = numbers(8, 3), numbers(8, 3), []
-        with many_cores():
-            out = shim({"x": x}, seen)
-        want = module({"x": y}, [])
-        assert_close_tree(out, want)
-        assert_same_tree(x, y)
-        assert seen == [2] * 4
-
-
-@in_order
-def test_a_factory_that_leads_back_to_the_module(executor: Any):
-    class Lazily(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2).double()
-            self.made = defaultdict(self.make)
-
-        def make(self) -> Tensor:
-            return self.linear.weight.sum()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self.made["sum"]
-
-    module = Lazily()
-    one = copy.deepcopy(module)
-    shim = DataParallel(module, TWO, executor=executor)
-    params = {f"module.{name}": 2 * p.detach() for name, p in module.named_parameters()}
-    want = torch.func.functional_call(one, {name[7:]: p for name, p in params.items()}, (numbers(4, 3),))
-    assert_close_tree(torch.func.functional_call(shim, params, (numbers(4, 3),)), want)
 
 
 def test_collectors_are_those_of_the_caller():

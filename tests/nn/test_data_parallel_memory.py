@@ -118,15 +118,3 @@ def test_without_cycles_of_its_own_it_is_freed_at_once():
         del module, shim
         wake_workers()
         assert [ref() for ref in refs] == [None] * len(refs)
-
-
-def test_parameters_that_are_replaced_are_freed():
-    module = nn.Linear(3, 2).double()
-    shim = DataParallel(module, TWO)
-    with torch.no_grad():
-        shim(numbers(4, 3))
-        old = weakref.ref(module.weight)
-        module.weight = nn.Parameter(numbers(2, 3))
-        shim(numbers(4, 3))
-    gc.collect()
-    assert old() is None

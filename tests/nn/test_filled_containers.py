@@ -3,7 +3,6 @@
 import copy
 import functools
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -72,17 +71,6 @@ def test_they_have_what_one_device_puts_in_part_by_part(prepare: Callable[[Any],
     assert_close_tree(contents(module), contents(one))
 
 
-def test_gradients_pass_through_what_was_kept():
-    module, x = Filling(), numbers(8, 3)
-    one = copy.deepcopy(module)
-    DataParallel(module, CPUS, executor="sequential")(x)
-    one(x)
-    for each in (module, one):
-        torch.cat(each.maps).square().mean().backward()
-    assert_close_tree(torch.cat(module.maps), one.maps[0])
-    assert_close_tree(module.layer.weight.grad, one.layer.weight.grad)
-
-
 @in_order
 def test_replicas_put_together_what_they_kept_in_order(executor: Any):
     module = Filling()
@@ -99,42 +87,11 @@ def test_replicas_put_together_what_they_kept_in_order(executor: Any):
     assert_close_tree(module.layer.weight.grad, one.layer.weight.grad)
 
 
-class Indirect(nn.Module):
-    """Fills a list that an object of another class has too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = list[Tensor]()
-        self.record = self.seen.append
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.record(x)
-        time.sleep(0.005)
-        return self.seen[-1]
-
-
 def test_replicas_beside_others_fill_them_in_any_order():
     module, x = Filling(), numbers(8, 3)
     with many_cores():
         DataParallel(module, CPUS, executor="threads")(x)
     assert sorted(module.seen) == [2, 3, 3]
-
-
-@in_order
-def test_replicas_run_in_order_where_something_else_leads_to_a_list(executor: Any):
-    module, x = Indirect(), numbers(8, 3)
-    with many_cores():
-        assert_close_tree(DataParallel(module, CPUS, executor=executor)(x), x)
-    assert [len(part) for part in module.seen] == [3, 3, 2]
-
-
-@in_order
-def test_a_list_that_grows(executor: Any):
-    shim = DataParallel(Filling(), CPUS, executor=executor)
-    with many_cores():
-        for _ in range(8):
-            shim(numbers(8, 3))
-    assert len(shim.module.maps) == 24
 
 
 def test_a_list_that_gets_modules_is_mapped_from_then_on():

@@ -56,7 +56,9 @@ def join(
             if is_compiling or type(spec) is not int or not are_alike(column, spec):
                 problem = problem_of(column, spec, weights)
             try:
-                joined[key] = problem or _join_leaf(column, spec, weights, device, first, i, packed, memo, are_here)
+                if problem is None and not are_here:
+                    column = _brought(column, spec, device, first, i, packed, memo)
+                joined[key] = problem or _joined(column, spec, weights)
             except RuntimeError:  # of their shapes
                 joined[key] = problem = problem_of(column, spec, weights)
                 if problem is None:
@@ -99,51 +101,44 @@ def resolve_specs(flat: Flat) -> None:
             flat.specs[i] = spec(flat.leaves[i]) if isinstance(flat.leaves[i], torch.Tensor) else 0
 
 
-def _join_leaf(
-    column: Column,
-    spec: Any,
-    weights: Weights,
-    device: torch.device,
-    flat: Flat,
-    index: int,
-    packed: Packed,
-    memo: Memo,
-    are_here: bool,
-) -> Any:
-    if are_here and type(spec) is int:
-        return concat(column, spec)
+def _brought(
+    column: Column, spec: Any, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
+) -> Column:
+    """What is needed of a leaf, on the device. What several slots have returned is copied once."""
     if spec == "items":
-        name, memo = flat.path(index), {}
-        return type(column[0])(chain.from_iterable(to_device(value, device, name, memo) for value in column))
+        return [to_device(value, device, flat.path(index)) for value in column]
     if spec is None or (must_agree(column[0], spec) and not torch.compiler.is_compiling()):
-        column = column[:1]  # nobody needs the others on this device
-    is_tensor = isinstance(column[0], torch.Tensor)
-    if is_tensor or spec == "list":
-        column = [
-            value
-            if not isinstance(value, torch.Tensor) or value.device == device
-            else _copied(value, device, flat, index, packed, memo)
-            for value in column
-        ]
-    if spec == "list":
-        return column
-    if spec is None or not is_tensor:
-        return column[0]
-    if isinstance(spec, int):
-        return concat(column, spec)
-    return mean(column, weights) if spec == "mean" else _REDUCTIONS[spec](column)
+        column = column[:1]  # nobody needs the others there
+    return [
+        _copied(value, device, flat, index, packed, memo)
+        if isinstance(value, torch.Tensor) and value.device != device
+        else value
+        for value in column
+    ]
 
 
 def _copied(
     value: torch.Tensor, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
 ) -> torch.Tensor:
-    """A copy of what is elsewhere. What several slots of a device have returned is copied once."""
     if torch.compiler.is_compiling():  # an id would become a guard on this very tensor
         return copy_or_packed(value, device, flat, index, {})
     key = id(value), device
     if key not in memo:
         memo[key] = copy_or_packed(value, device, flat, index, packed)
     return memo[key]
+
+
+def _joined(column: Column, spec: Any, weights: Weights) -> Any:
+    first = column[0]
+    if type(spec) is int:
+        return concat(column, spec) if isinstance(first, torch.Tensor) else first
+    if spec == "items":
+        return type(first)(chain.from_iterable(column))
+    if spec == "list":
+        return list(column)
+    if spec is None or not isinstance(first, torch.Tensor):
+        return first
+    return mean(column, weights) if spec == "mean" else _REDUCTIONS[spec](column)
 
 
 def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdp._placement.check_outputs import same_value
 from fdp._placement.moves import is_inexact
 from fdp._placement.sharded import summary
 from fdp._trees.describe import first_difference
@@ -77,7 +78,7 @@ def _difference(leaf: Leaf, tolerance: Tolerance, scale: float | None, bitwise: 
         return f"it is {got}, where one device has {want}"
     tensors = isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor)
     if not tensors or (want.dtype, want.shape) != (got.dtype, got.shape):
-        is_same = not tensors and _equal(want, got)
+        is_same = not tensors and same_value(want, got)
         return None if is_same else f"it is {summary(got)}, where one device has {summary(want)}"
     if same_bits(want, got):
         return None
@@ -103,10 +104,3 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU, in double precision if it is inexact, to compare with."""
     plain = dense(tensor).cpu()
     return plain.to(torch.complex128 if plain.is_complex() else torch.float64) if is_inexact(plain) else plain
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b) or bool(a != a and b != b)  # NaN equals NaN here
-    except Exception:  # an `==` that does not say yes or no
-        return False

@@ -35,20 +35,14 @@ def find_nonfinite(
     Raises:
         ValueError, TypeError: As `dp_apply` does.
     """
+    found: dict[int, list[str]] = {}
 
-    def look(*args: Tree) -> Any:
+    def look(*args: Tree) -> None:
         flat = flatten(fn(*args), "out", where="find_nonfinite")
-        return axis_index(), _Found([flat.path(i) for i, leaf in enumerate(flat.leaves) if _is_nonfinite(leaf)])
+        found[axis_index()] = [flat.path(i) for i, leaf in enumerate(flat.leaves) if _is_nonfinite(leaf)]
 
-    numbers, found = dp_apply(look, params, inputs, devices, in_dims=in_dims, out_dims="list", seed=seed)
-    return {number: each.paths for number, each in zip(numbers, found, strict=True) if each.paths}
-
-
-class _Found:
-    """One leaf, however many paths it holds."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
+    dp_apply(look, params, inputs, devices, in_dims=in_dims, seed=seed)
+    return {number: paths for number, paths in sorted(found.items()) if paths}
 
 
 def _is_nonfinite(leaf: Any) -> bool:

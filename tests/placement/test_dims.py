@@ -161,15 +161,6 @@ def test_active_slots_are_numbered_anew():
     assert info.value.__notes__ == ["in shard 1 of 2, rows 2:4, on cpu"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "slots", "seen"), [(0, 1, [0]), (0, 3, [0]), (1, 3, [1]), (2, 3, [1, 1]), (4, 3, [2, 1, 1])]
-)
-def test_no_shard_is_empty_unless_all_are(rows: int, slots: int, seen: list[int]):
-    sizes: list[int] = []
-    fdp.dp_apply(lambda w, x: sizes.append(len(x)), W, numbers(rows), fdp.virtual_devices(slots))
-    assert sizes == seen
-
-
 def test_one_plan_for_all_leaves():
     def fn(_: Any, a: Any, b: Any, *, c: Any) -> torch.Tensor:
         sizes = len(a["x"]), a["y"].shape[1], len(b), c.shape[2]
@@ -199,17 +190,18 @@ def test_without_anything_to_split_the_function_runs_once_on_slot_0(inputs: Any,
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "pieces", "rounds"),
+    ("rows", "weights", "pieces", "rounds"),
     [
-        (7, 2, 1, ["0123", "456"]),
-        (7, 2, 2, ["01", "45", "23", "6"]),
-        (7, 2, 3, ["01", "4", "2", "5", "3", "6"]),
-        (7, 2, 9, ["0", "4", "1", "5", "2", "6", "3"]),
-        (5, 3, 2, ["0", "2", "4", "1", "3"]),
-        (1, 3, 4, ["0"]),
+        (7, (1, 1), 1, ["0123", "456"]),
+        (7, (1, 1), 2, ["01", "45", "23", "6"]),
+        (7, (1, 1), 3, ["01", "4", "2", "5", "3", "6"]),
+        (7, (1, 1), 9, ["0", "4", "1", "5", "2", "6", "3"]),
+        (5, (1, 1, 1), 2, ["0", "2", "4", "1", "3"]),
+        (1, (1, 1, 1), 4, ["0"]),
+        (8, (3, 0, 1), 2, ["012", "6", "345", "7"]),
     ],
 )
-def test_each_shard_is_cut_into_pieces(rows: int, slots: int, pieces: int, rounds: list[str]):
+def test_each_shard_is_cut_into_pieces(rows: int, weights: tuple[int, ...], pieces: int, rounds: list[str]):
     """They run in rounds: the first piece of every slot, then the second of each that has one, and so on."""
     x = numbers(rows)
     parts: list[torch.Tensor] = []
@@ -218,20 +210,9 @@ def test_each_shard_is_cut_into_pieces(rows: int, slots: int, pieces: int, round
         parts.append(x)
         return (w * x).mean()
 
-    grad = fdp.grad(loss, devices=fdp.virtual_devices(slots), microbatches=pieces)(W, x)
+    grad = fdp.grad(loss, devices=fdp.virtual_devices(len(weights)), weights=weights, microbatches=pieces)(W, x)
     assert [part.tolist() for part in parts] == [x[[int(row) for row in part]].tolist() for part in rounds]
     torch.testing.assert_close(grad, x.mean(), rtol=1e-12, atol=0)
-
-
-def test_microbatches_with_weights():
-    parts: list[int] = []
-
-    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        parts.append(len(x))
-        return (w * x).mean()
-
-    fdp.grad(loss, devices=fdp.virtual_devices(3), weights=(3, 0, 1), microbatches=2)(W, numbers(8))
-    assert parts == [3, 1, 3, 1]
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, 1.5, True, "2", None])

@@ -103,18 +103,15 @@ def test_a_list_with_a_value_for_each_row_needs_a_spec(where: str):
         CUTS[where](in_dims={"x": 0, "name": spec})
 
 
-def test_sparse_tensors_go_whole_only():
+def test_sparse_and_nested_tensors_go_whole_only():
     sparse = torch.eye(4).to_sparse()
     with pytest.raises(TypeError, match=r"scatter: tree\['s'\] is a sparse tensor, which is not split.*to_dense.*None"):
         fdp.scatter({"s": sparse}, ["cpu"] * 2)
-    sharded = fdp.scatter({"s": sparse, "x": numbers(3)}, ["cpu"] * 2, {"s": None, "x": 0})
-    assert all(shard["s"] is sparse for shard in sharded.shards)
-
-
-def test_nested_tensors_are_not_called_sparse():
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged)
     with pytest.raises(TypeError, match="scatter: tree is a nested tensor"):
         fdp.scatter(nested, ["cpu"] * 2)
+    sharded = fdp.scatter({"s": sparse, "x": numbers(3)}, ["cpu"] * 2, {"s": None, "x": 0})
+    assert all(shard["s"] is sparse for shard in sharded.shards)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*prototype:UserWarning")
@@ -218,14 +215,9 @@ def test_stack_and_list(slots: int):
     parts = fdp.scatter(x, fdp.virtual_devices(slots)).shards
     assert_same_tree(joined(lambda x: x.sum(0), x, slots, "stack"), torch.stack([part.sum(0) for part in parts]))
     assert_same_tree(joined(lambda x: {"a": x}, x, slots, "list"), {"a": list(parts)})
-    assert joined(lambda x: (len(x), "s"), x, slots, "list") == ([len(part) for part in parts], ["s"] * slots)
-
-
-def test_lists_are_lists_of_their_own():
-    x = numbers(4)
-    a, b = fdp.dp_apply(lambda w, x: (len(x), len(x)), W, x, fdp.virtual_devices(2), out_dims="list")
-    assert a == b == [2, 2]
-    assert a is not b
+    one, other, texts = joined(lambda x: (len(x), len(x), "s"), x, slots, "list")
+    assert (one, other, texts) == (*[[len(part) for part in parts]] * 2, ["s"] * slots)
+    assert one is not other  # lists of their own
 
 
 @pytest.mark.parametrize("slots", COUNTS)
@@ -380,6 +372,9 @@ WRONG_OUTPUTS = {
         r"out is torch.int64, which has no 'mean', and differs .*tensor\(2\) in shard 0, tensor\(1\) in shard 1",
     ),
     "bools": (lambda x: torch.tensor(len(x) == 1), "mean", "out is torch.bool, which has no 'mean', and differs"),
+    "complex-max": (lambda x: x.sum() + 1j, "max", "out is complex, which has no 'max'"),
+    "complex-min": (lambda x: x.sum() + 1j, "min", "out is complex, which has no 'min'"),
+    "bools-sum": (lambda x: x.sum() > 0, "sum", "out is bool, .*: choose 'max' .any., 'min' .all."),
     "some-tensors": (lambda x: len(x) if len(x) == 1 else x, 0, "out is a tensor in some shards and none in others"),
     "some-lists": (
         lambda x: [1] if len(x) == 1 else (1,),
@@ -395,21 +390,6 @@ def test_outputs_that_do_not_fit(name: str):
     x = numbers(3)
     with unharmed(x), pytest.raises(ValueError, match=rf"^dp_apply: {message}"):
         fdp.dp_apply(lambda w, x: fn(x), W, x, fdp.virtual_devices(2), out_dims=dims)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("dims", ["max", "min"])
-def test_complex_numbers_have_no_order(slots: int, dims: str):
-    with pytest.raises(ValueError, match=rf"dp_apply: out is complex, which has no '{dims}'"):
-        fdp.dp_apply(lambda w, x: x.sum() + 1j, W, numbers(4), fdp.virtual_devices(slots), out_dims=dims)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_bools_have_no_sum(slots: int):
-    with pytest.raises(
-        ValueError, match=r"dp_apply: out is bool, whose sum would not be bool: choose 'max' .any., 'min' .all."
-    ):
-        fdp.dp_apply(lambda w, x: x.sum() > 0, W, numbers(4), fdp.virtual_devices(slots), out_dims="sum")
 
 
 @pytest.mark.parametrize("slots", [1, 3])

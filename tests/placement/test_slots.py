@@ -85,18 +85,11 @@ def test_two_of_them_are_compared_by_identity(make: Any):
 
 
 @BOTH
-@pytest.mark.parametrize("slot", [2, -3])
-def test_index_out_of_range(make: Any, slot: int):
-    with pytest.raises(IndexError, match=rf"slot {slot} of a (Sharded|Replicated) with 2 slots"):
-        make()[slot]
-
-
-@BOTH
-@pytest.mark.parametrize("slot", [slice(0, 1), True, None, 0.0])
+@pytest.mark.parametrize("slot", [2, -3, slice(0, 1), True, None, 0.0])
 def test_index_that_is_no_slot(make: Any, slot: Any):
-    with pytest.raises(
-        TypeError, match=r"(Sharded|Replicated) is indexed by a slot number, not .*; \.shards is a tuple"
-    ):
+    no_slot = r"slot -?\d of a (Sharded|Replicated) with 2 slots"
+    no_number = r"(Sharded|Replicated) is indexed by a slot number, not .*; \.shards is a tuple"
+    with pytest.raises((IndexError, TypeError), match=no_slot if type(slot) is int else no_number):
         make()[slot]
 
 
@@ -125,6 +118,7 @@ ITERATES = {
     "comprehension": lambda value: [shard for shard in value],  # noqa: C416
     "sorted": sorted,
     "iter": lambda value: next(iter(value)),
+    "reversed": reversed,
 }
 
 
@@ -133,18 +127,6 @@ ITERATES = {
 def test_not_iterable(make: Any, way: str):
     with pytest.raises(TypeError, match=r"a (Sharded|Replicated) is not iterable.*x\.unzip\(\).*x\.shards"):
         ITERATES[way](make())
-
-
-@BOTH
-def test_not_iterable_backwards_either(make: Any):
-    with pytest.raises(TypeError, match=r"Sharded|Replicated"):
-        reversed(make())
-
-
-@BOTH
-def test_membership_is_no_iteration_either(make: Any):
-    with pytest.raises(TypeError, match=r"not (a container or )?iterable"):  # the former from Python 3.14 on
-        _ = 1 in make()
 
 
 # ---- map and unzip
@@ -220,12 +202,6 @@ def test_map_writes_once_to_what_slots_share():
     assert_same_tree(value[1][0], X * 2)
 
 
-def test_map_calls_in_order():
-    seen: list[int] = []
-    sharded().map(lambda shard: seen.append(len(shard["x"])))
-    assert seen == [2, 1]
-
-
 @BOTH
 def test_unzip(make: Any):
     value = make().map(lambda shard: (shard["x"], {"s": shard["s"]}, None))
@@ -248,10 +224,6 @@ def test_parts_of_what_was_scattered_keep_their_rows(kind: Any):
 def test_unzip_of_lists_of_rows():
     with pytest.raises(TypeError, match="unzip: the lists in the slots are rows, split by 'items'"):
         fdp.scatter(["a", "b"], SLOTS, "items").unzip()
-
-
-def test_unzip_of_empty_tuples():
-    assert sharded().map(lambda shard: ()).unzip() == ()
 
 
 @pytest.mark.parametrize(
@@ -336,18 +308,9 @@ def test_made_wrongly(cls: Any, arguments: Any, error: type[Exception], message:
         cls(*arguments)
 
 
-def test_devices_by_name_are_devices():
-    """`fdp.Replicated(shards, ("cpu", "cpu"))` is what a user writes by hand: it works or says what is wrong."""
-    names: Any = ("cpu", "cpu")
-    try:
-        value = fdp.Sharded((X, X), names)
-    except TypeError as error:
-        assert "torch.device" in str(error)  # noqa: PT017
-    else:
-        assert value.devices == SLOTS
-
-
 def test_made_by_hand_it_is_taken_as_any_other():
-    value = fdp.Sharded((X[:1], X[1:]), SLOTS)
+    names: Any = ("cpu", "cpu")
+    value = fdp.Sharded((X[:1], X[1:]), names)
+    assert value.devices == SLOTS
     assert_same_tree(fdp.gather(value, 0), X)
     assert_same_tree(fdp.dp_apply(lambda w, x: x * w, 2.0, value), X * 2)

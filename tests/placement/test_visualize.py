@@ -136,18 +136,6 @@ def test_devices_that_differ():
     assert "whole on cpu x 2, meta" in lines[3]
 
 
-def test_an_object_that_hides_tensors():
-    with pytest.raises(TypeError, match="visualize: tree"):
-        fdp.visualize(nn.Linear(2, 2))
-
-
-def test_repr_of_slots_is_a_line():
-    batch, params = fdp.scatter({"x": numbers(7, 3)}, SLOTS), fdp.replicate({"w": numbers(3)}, SLOTS)
-    assert repr(batch) == str(batch) == "Sharded(3 slots on cpu x 3, rows 3+2+2: {'x': float64[3, 3]})"
-    assert repr(params) == str(params) == "Replicated(3 slots on cpu x 3: {'w': float64[3]})"
-    assert repr(fdp.visualize(batch)) == str(fdp.visualize(batch))
-
-
 # ---- room
 
 
@@ -184,18 +172,6 @@ def test_long_paths_and_uneven_slots_are_folded_and_not_cut(width: int):
     picture = fdp.visualize(tree)
     assert name in str(picture)
     assert letters(in_terminal(picture, width)) == letters(str(picture))
-
-
-def test_wide_trees():
-    tree = {f"name{i}": numbers(3) for i in range(300)}
-    assert len(text(fdp.scatter(tree, SLOTS))) == 303
-
-
-def test_a_plan_in_a_terminal():
-    params = {"encoder.layers.11.self_attention.output_projection.weight": numbers(3, 2), "b": numbers(2)}
-    weights = [1, 9, 2, 8, 3, 7, 4, 6]
-    plan = fdp.explain(lambda p, x: x, params, numbers(37, 3), [f"cuda:{i}" for i in range(8)], weights=weights)
-    assert letters(in_terminal(plan)) == letters(str(plan))
 
 
 def test_rich_prints_slots_as_pictures():

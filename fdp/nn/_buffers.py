@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fdp._placement.moves import copy
 from fdp.nn._replicate import InPlace, Names
 from fdp.nn._tree import join
+from fdp.nn._write_back import put_buffer
 
 
 def keep_buffers(module: nn.Module, replica: nn.Module) -> None:
@@ -20,5 +21,9 @@ def keep_buffers(module: nn.Module, replica: nn.Module) -> None:
     for path, part in written:
         for key, own in list(part._buffers.items()):
             new = now.get(join(path, key), own)
-            if new is not own and isinstance(new, Tensor | None):  # where forward has deleted it, torch leaves a mark
-                part._buffers[key] = new if own is None or new is None else copy(new, own.device, Names([key]), 0)
+            if new is own or not isinstance(new, Tensor | None):  # where forward has deleted it, torch leaves a mark
+                continue
+            if own is None or new is None or own.device == new.device:
+                part._buffers[key] = new
+            else:  # all of them: this replica has copies
+                put_buffer(part._buffers, key, copy(new.detach(), own.device, Names([key]), 0))

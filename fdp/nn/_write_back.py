@@ -122,17 +122,22 @@ def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor], /) -> None:
 
 
 def put_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Give a module other buffers: in place where that can be. Those of modules that it does not have are left out."""
+    """Give a module other buffers. Those of modules that it does not have are left out."""
     parts = dict(module.named_modules()) if buffers else {}
     for name, new in buffers.items():
         path, _, key = name.rpartition(".")
         if path in parts:
-            held, own = parts[path]._buffers, parts[path]._buffers.get(key)
-            if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape) or is_expanded(own):
-                held[key] = None if new is None else new.detach()
-                continue
-            with torch.inference_mode(own.is_inference()), torch.no_grad():
-                own.copy_(new)
+            put_buffer(parts[path]._buffers, key, new)
+
+
+def put_buffer(held: dict[str, Tensor | None], key: str, new: Tensor | None) -> None:
+    """Give a module another buffer: in place where that can be."""
+    own = held.get(key)
+    if own is None or new is None or (own.dtype, own.shape) != (new.dtype, new.shape) or is_expanded(own):
+        held[key] = None if new is None else new.detach()
+        return
+    with torch.inference_mode(own.is_inference()), torch.no_grad():
+        own.copy_(new)
 
 
 def _checked(module: Any, what: str, tree: Any, where: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

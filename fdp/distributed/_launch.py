@@ -1,6 +1,7 @@
 """A function in several new processes of this machine, with the environment that torchrun would give them."""
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fdp._trees.tracebacks import text_of
-from fdp.distributed._rank import Output, failure, has_returned, returned, run_rank
+from fdp.distributed._rank import Output, failed, failure, returned, run_rank
 
 StartMethod = Literal["auto", "fork", "spawn"]
 _PERIOD = 0.02  # seconds between two looks at the processes
-_PATIENCE = 5.0  # seconds for a process to end by itself
 
 
 def launch(
@@ -64,8 +65,7 @@ def launch(
 
     Raises:
         ValueError, TypeError: A bad argument; `fn` can be neither spawned nor forked.
-        RuntimeError: A rank failed, with its traceback and its exception as the cause, or some had not returned in
-            time. Either way all processes have ended.
+        RuntimeError: A rank failed, with its traceback, or some had not returned in time. All processes have ended.
     """
     _check(fn, nprocs, timeout, start_method)
     method, work = _plan(fn, args, start_method)
@@ -75,17 +75,19 @@ def launch(
         output = Output(folder, nprocs)
         ranks: list[Any] = []
         try:
-            with _uninterrupted():  # or some would be started that nobody knows of
+            with _uninterrupted(), warnings.catch_warnings():  # or some would be started that nobody knows of
+                warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
                 for rank in range(nprocs):
                     args = work, folder, _environment(rank, nprocs, port, env)
                     ranks.append(context.Process(target=run_rank, args=args))
-                    with warnings.catch_warnings():
-                        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-                        ranks[-1].start()
+                    ranks[-1].start()
             _wait(ranks, folder, output, timeout)
         finally:
             with _uninterrupted():
-                _end(ranks)
+                for process in ranks:
+                    if process.pid is not None:
+                        process.kill()
+                        process.join()
                 output.show(rest=True)
         return [returned(folder, rank) for rank in range(nprocs)]
 
@@ -93,39 +95,29 @@ def launch(
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until the end, when whoever handles it is told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     came: list[int] = []
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if handler is not None:
-        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    # Blocking alone is not enough: any other thread takes the signal, and Python raises in the main one all the same.
-    # It is for the processes that are started, which inherit it: an interrupt would be a traceback of each.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Blocking is not enough: any other thread takes the signal, and Python raises in the main one all the same.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, handler)
         if came:
             signal.raise_signal(signal.SIGINT)
 
 
 def _wait(ranks: Sequence[Any], folder: Path, output: Output, timeout: float | None) -> None:
     """Until all have returned and ended, or one has failed."""
-    end = None if timeout is None else time.monotonic() + timeout
-    while True:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while late := [rank for rank, process in enumerate(ranks) if process.exitcode is None]:
+        wait([ranks[rank].sentinel for rank in late], _PERIOD)
         output.show()
-        ended = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode is not None}
-        late = [rank for rank in range(len(ranks)) if not has_returned(folder, rank)]
-        if gone := {rank: ended[rank] for rank in late if rank in ended}:
-            raise failure(folder, len(ranks), gone)
-        if not late:
-            for process in ranks:
-                process.join(_PATIENCE)
-            if crashed := {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}:
-                raise failure(folder, len(ranks), crashed)
-            return
-        if end is not None and time.monotonic() > end:
+        if failed(ranks, folder):
+            break
+        if time.monotonic() > end:
             for rank in late:
                 os.kill(ranks[rank].pid, signal.SIGUSR1)  # say where you are: see `run_rank`
             time.sleep(10 * _PERIOD)
@@ -133,17 +125,8 @@ def _wait(ranks: Sequence[Any], folder: Path, output: Output, timeout: float | N
                 f"launch: rank {', '.join(map(str, late))} of {len(ranks)} had not returned after "
                 f"{timeout:g} s. All have been ended; where they were is in their output"
             )
-        time.sleep(_PERIOD)
-
-
-def _end(ranks: Sequence[Any]) -> None:
-    started = [process for process in ranks if process.pid is not None]
-    for process in started:
-        process.terminate()
-    for process in started:
-        process.join(_PATIENCE)
-        process.kill()
-        process.join()
+    if codes := failed(ranks, folder):
+        raise failure(folder, len(ranks), codes)
 
 
 def _check(fn: Any, nprocs: Any, timeout: Any, start_method: Any) -> None:
@@ -163,8 +146,8 @@ def _check(fn: Any, nprocs: Any, timeout: Any, start_method: Any) -> None:
 
 def _plan(fn: Any, args: tuple[Any, ...], asked: StartMethod) -> tuple[str, Any]:
     """How to start, and what to hand over: pickled where it is spawned, so that ranks share no memory either way."""
-    hindrance = _no_fork()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
+    hindrance = _no_fork(accelerator)
     if asked == "fork" or (asked == "auto" and hindrance is None and accelerator is None):
         if hindrance is not None:
             raise ValueError(f"launch: cannot fork, as {hindrance}. Use start_method='spawn'")
@@ -186,13 +169,24 @@ def _plan(fn: Any, args: tuple[Any, ...], asked: StartMethod) -> tuple[str, Any]
         ) from error
 
 
-def _no_fork() -> str | None:
+def _accelerator() -> torch.device | None:
+    """That of this machine. To ask CUDA itself would leave it unusable in what is forked afterwards."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.accelerator.current_accelerator(check_available=True)
+    finally:
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
+
+
+def _no_fork(accelerator: torch.device | None) -> str | None:
     """Why this process must not be forked, if so."""
     if sys.platform != "linux":
         return f"that is not safe on {sys.platform}"
     if dist.is_initialized():
         return "this process is in a process group"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     # What an initialised runtime holds does not survive: "Cannot re-initialize CUDA in forked subprocess".
     if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
         return f"{accelerator.type} has been used in this process"

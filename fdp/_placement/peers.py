@@ -66,8 +66,9 @@ class PeerCall:
         """What the shares of a loss are parts of, of which this process has so much: rows, or what it `counts`."""
         return own
 
-    def enter(self) -> None:
-        """Have gradients of what is the same in all processes summed over them: replaces such leaves of arguments."""
+    def enter(self) -> bool:
+        """Have gradients of what is the same in all processes summed over them: whether leaves were replaced for it."""
+        return False
 
     def begins_with(self, leaves: Sequence[Tensor]) -> None:
         """Have collectives from here on be functions of leaves: what a backward goes to.
@@ -93,15 +94,22 @@ class PeerCall:
 
     def reduce(
         self,
-        loss: Joined,
+        loss: Tensor | None,
+        weight: float | None,
         aux: Joined | None,
         gradients: Summed,
-        aliases: Sequence[Tensor],
         device: torch.device,
         where: str,
     ) -> tuple[Tensor, Tree]:
-        """`join` for a loss and its aux; `gradients` become those of all processes. `aliases` stand for arguments."""
-        return loss.tree(device, where), None if aux is None else aux.tree(device, where)
+        """The same for a gradient function, whose `gradients` become those of all processes.
+
+        The loss is that of this process, None without rows. It counts so much in the mean, or it is added up.
+        """
+        raise NotImplementedError
+
+    def last(self, tree: Tree, given: Sequence[Tensor]) -> Tree:
+        """Results that cannot be differentiated in what was given: a backward from them is an error."""
+        return tree
 
     # What slots do together, while they run.
 

@@ -154,6 +154,8 @@ class Differentiation(CallKind):
         if self.create_graph and not around.is_tracking:
             raise ValueError(f"{where}: create_graph=True needs grad mode, which is off here")
         own = self._gradients(known)
+        if known.peers is not ALONE and (self.create_graph or own.needs_func):
+            known.peers.refuse(where, _ON_A_MESH)
         counting = each_is_one if self.reduction == "sum" else count_rows if self.count is None else ask_count
         weigh = Step(counting, says("weigh shards " + ("by count" if self.count else f"for the {self.reduction}")))
         how = differentiate_by_func if own.needs_func else differentiate_by_autograd
@@ -179,6 +181,7 @@ class Differentiation(CallKind):
         if {Tensor, torch.nn.Parameter}.issuperset(map(type, values)) and not around.needs_func:
             usual = [usual_of(leaf, value, self.target) for leaf, value in zip(leaves, values, strict=True)]
         is_attached = around.needs_grad and around.is_tracking and self.create_graph is not False
+        is_attached = is_attached and known.peers is ALONE
         structures = tuple([children[p] for p in positions])
         large = are_large(values)
         return GradientPlan(leaves, at, structures, are_tensors, usual, large, around.needs_func, is_attached)
@@ -236,6 +239,13 @@ def check_differentiable(leaves: Sequence[LeafPlan], values: Sequence[Any], wher
             f"{where}: only floating-point and complex tensors can be differentiated in, not {listed(wrong)}. Pass "
             "the others, such as a module's buffers, in an argument that argnums does not name"
         )
+
+
+_ON_A_MESH = (
+    "There gradients are not differentiated again (create_graph=True), nor taken inside of torch.func's transforms, of "
+    "inference mode or of torch.compile: write inner derivatives inside of the loss, with torch.func.grad, and use "
+    "torch.no_grad()"
+)
 
 
 def _differentiated(plan: Plan) -> str:

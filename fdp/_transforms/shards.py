@@ -280,25 +280,32 @@ _UNUSED = (
 
 def join_losses(plan: Plan, state: State) -> None:
     """How the losses become one, and what else the shards have returned."""
-    kind, counts, device = state.kind, state.counts, state.kind.target or state.device
+    kind, device = state.kind, state.kind.target or state.device
     losses, auxes = zip(*state.outputs, strict=True)
-    if {device} != {loss.device for loss in losses}:
-        losses = [to_device(loss, device, "loss") for loss in losses]
-    losses = promoted(losses)
-    value = mean(losses, counts.own) if kind.reduction == "mean" else total(losses)
+    value = _loss_of(losses, state.counts.own, device, is_mean=kind.reduction == "mean")
     aux = _aux_of(state, auxes).tree(device, state.where) if kind.has_aux else None
     state.result = value, aux, _gradients(plan, state.gradients)
 
 
 def sum_over_processes(plan: Plan, state: State) -> None:
     """The same over all processes."""
-    kind, counts = state.kind, state.counts
+    kind, own, around = state.kind, state.counts.own, plan.around
+    is_mean, device = kind.reduction == "mean", kind.target or state.device
     losses, auxes = zip(*state.outputs, strict=True) if state.outputs else ((), ())
-    loss = Joined(promoted(losses) if losses else [], kind.reduction, counts.own, "loss")
-    aux = _aux_of(state, auxes) if kind.has_aux else None
-    gradients, device = state.gradients, kind.target or state.device
-    value, rest = state.peers.reduce(loss, aux, gradients, state.aliases, device, state.where)
-    state.result = value, rest, _gradients(plan, gradients)
+    weight, weights = sum(own), own if any(own) else [1] * len(own)  # without weight only others count
+    loss = _loss_of(losses, weights, device, is_mean=is_mean) if losses else None
+    aux, gradients = _aux_of(state, auxes) if kind.has_aux else None, state.gradients
+    value, rest = state.peers.reduce(loss, weight if is_mean else None, aux, gradients, device, state.where)
+    found = value, rest, _gradients(plan, gradients)
+    is_asked = around.needs_grad and around.is_tracking and kind.create_graph is None
+    state.result = state.peers.last(found, state.given) if is_asked else found
+
+
+def _loss_of(losses: Sequence[Tensor], own: Sequence[float], device: torch.device, *, is_mean: bool) -> Tensor:
+    if {device} != {loss.device for loss in losses}:
+        losses = [to_device(loss, device, "loss") for loss in losses]
+    losses = promoted(losses)
+    return mean(losses, own) if is_mean else total(losses)
 
 
 def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:

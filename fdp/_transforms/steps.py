@@ -78,12 +78,11 @@ def shards_text(plan: Plan) -> str:
 
 def enter(plan: Plan, state: State) -> None:
     """Other processes take part."""
-    state.peers.enter()
-    state.values = [leaf for flat in state.flats for leaf in flat.leaves]
-    tensors = [x for leaf in plan.leaves for x in leaf.tensors(state.values[leaf.index])]
-    state.given = tensors
-    state.columns = [state.values.copy() for _ in state.columns]
-    state.peers.begins_with(tensors)
+    if state.peers.enter():
+        state.values = [leaf for flat in state.flats for leaf in flat.leaves]
+        state.given = [x for leaf in plan.leaves for x in leaf.tensors(state.values[leaf.index])]
+        state.columns = [state.values.copy() for _ in state.columns]
+    state.peers.begins_with(state.given)
 
 
 def replicate(plan: Plan, state: State) -> None:

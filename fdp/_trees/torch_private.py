@@ -244,6 +244,7 @@ def storage(tensor: torch.Tensor) -> int:
 flatten_dense_tensors = _use(
     "torch._C._nn.flatten_dense_tensors", "what is summed over processes as one is put together in one call"
 )
+unflatten_dense_tensors = _use("torch._C._nn.unflatten_dense_tensors", "and it is taken apart in one")
 mps_generator = _use("torch.mps._get_default_mps_generator", "seeds and bookmarks on MPS")
 foreach_zero_ = _use("torch._foreach_zero_", _ORDER)
 foreach_add = _use("torch._foreach_add", "small gradients are added up in one call")

@@ -1,4 +1,4 @@
-"""What goes through all processes, with gradients: each takes the same results for functions of the same parameters.
+"""Nodes of autograd around a call on a mesh: one where parameters enter, one where results become those of all.
 
 A gradient of what is the same everywhere is the same everywhere too, so a process hands on its own part of it. Where
 parameters enter, the parts of all processes are summed, as they are over slots.
@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._trees import torch_private
 from fdp.distributed._epoch import Epoch, Tag
-from fdp.distributed._exchange import all_of, meet, objects, same_of, sums
+from fdp.distributed._exchange import meet, objects, same_of, sums
 
-
-def is_tracked(tensors: Sequence[Tensor]) -> bool:
-    """Whether something differentiates or transforms what is made of these."""
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return differentiated or torch_private.is_transformed() or torch_private.is_forward_mode()
+Grad = Tensor | None
 
 
 class AllReduce(torch.autograd.Function):
@@ -30,52 +25,12 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.epoch, ctx.name, *_ = inputs
-        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        # The same everywhere, and each hands on its own part: a gradient of these gradients is the sum of all parts.
-        return None, None, *_handed_on(ctx, grads)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return AllReduce.apply(ctx.epoch, ctx.name, *tangents[2:])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        epoch, name, *tensors = args
-        moved = _batched(info, in_dims[2:], tensors)
-        return AllReduce.apply(epoch, name, *moved), (0,) * len(moved)
-
-
-class AllGather(torch.autograd.Function):
-    """The tensors of all processes, in a new first dimension. A token that comes with them is handed on."""
-
-    @staticmethod
-    def forward(epoch: Epoch, name: str, tensor: Tensor, *token: Tensor) -> Any:
-        return torch.stack(all_of(epoch, tensor, name)), *(x.detach() for x in token)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.epoch, ctx.name, *_ = inputs
-        ctx.kinds = [(tuple(x.shape), x.dtype, x.device) for x in output]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        whole, *token = _handed_on(ctx, grads)  # as in `AllReduce`
-        return None, None, None if whole is None else whole[ctx.epoch.rank], *token
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return AllGather.apply(ctx.epoch, ctx.name, *tangents[2:])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        epoch, name, tensor = args  # no token: nothing was exchanged
-        return AllGather.apply(epoch, name, *_batched(info, in_dims[2:], [tensor])), (1,)
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        check_order()
+        return None, None, *grads
 
 
 class GradientSum(torch.autograd.Function):
@@ -95,44 +50,50 @@ class GradientSum(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        check_order()
         name, shapes = f"the backward of {ctx.name}", [shape for shape, _, _ in ctx.kinds]
         given = [grad is not None for grad in grads]
         table = meet(ctx.epoch, Tag(name, same_of(shapes), lambda: f"gradients of {shapes}"), [all(given)])
-        if any(has_all for (has_all,) in table):
-            there = list(range(len(grads)))
-        else:
-            there = [i for i, column in enumerate(zip(*objects(ctx.epoch, given, name), strict=True)) if any(column)]
-        filled = [_filled(grads[i], *ctx.kinds[i]) for i in there]
-        found: list[Any] = [None] * len(grads)
-        for i, x in zip(there, AllReduce.apply(ctx.epoch, name, *filled) if there else (), strict=True):
-            found[i] = x
-        return None, None, None, *found
+        there = given
+        if not all(has_all for (has_all,) in table):
+            there = list(map(any, zip(*objects(ctx.epoch, given, Tag(name)), strict=True)))
+        each = zip(grads, ctx.kinds, there, strict=True)
+        filled = [filled_up(grad, kind) for grad, kind, is_there in each if is_there]
+        found = iter(sums(ctx.epoch, filled, name))
+        return None, None, None, *(next(found) if is_there else None for is_there in there)
+
+
+class Refused(torch.autograd.Function):
+    """Tensors as functions of the first, which cannot be differentiated."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(x.view_as(x) for x in tangents[3:])
+    def forward(start: Tensor, *tensors: Tensor) -> Any:
+        return tuple(x.detach() for x in tensors)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return GradientSum.apply(*args), tuple(in_dims[3:])
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Grad) -> Any:
+        raise RuntimeError(SECOND)
 
 
-def _handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients through one node for all of them, the same in all processes; what is not there stays so."""
-    if not any(grad is not None for grad in grads):
-        return [None] * len(grads)
-    filled = [_filled(grad, *kind) for grad, kind in zip(grads, ctx.kinds, strict=True)]
-    found = GradientSum.apply(ctx.epoch, ctx.name, None, *filled)
-    return [None if grad is None else x for grad, x in zip(grads, found, strict=True)]
+SECOND = (
+    "what a gradient function gives on several processes cannot be differentiated again, nor a call on them twice from "
+    "outside. Write the inner derivative inside of the function, with torch.func.grad, and take the outer one by "
+    "fdp.value_and_grad on the mesh. If you do not want derivatives of gradients, pass create_graph=False"
+)
 
 
-def _filled(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def check_order() -> None:
+    """It is a first derivative."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(SECOND)
+
+
+def filled_up(grad: Grad, kind: tuple[Any, torch.dtype, torch.device]) -> Tensor:
+    """A gradient, or zeros of its kind."""
+    shape, dtype, device = kind
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-
-
-def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, dims, strict=True)
-    ]

@@ -101,7 +101,7 @@ class Checkpoints:
                 raise TypeError(f"Checkpoints.save: wait must be True or False, got {wait!r}")
             _wait_for(self._directory)
             own = step, _generator_states()
-            everybody = [own] if epoch is None else objects(epoch, own, "Checkpoints.save")
+            everybody = [own] if epoch is None else objects(epoch, own, Tag("Checkpoints.save"))
             if len({other for other, _ in everybody}) > 1:
                 raise ValueError(f"Checkpoints.save: the processes have different steps: {[s for s, _ in everybody]}")
             if _is_first(epoch):
@@ -229,7 +229,7 @@ def _is_first(epoch: Epoch | None) -> bool:
 
 def _from_first(epoch: Epoch, state: Any, like: Tree | None) -> Any:
     """The state that process 0 has read, in all: nodes need not share a file system."""
-    said = objects(epoch, None if state is None else outline(state), "Checkpoints.restore")[0]
+    said = objects(epoch, None if state is None else outline(state), Tag("Checkpoints.restore"))[0]
     if said is None:
         return None
     check(said, like, "Checkpoints.restore")

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from fdp._trees import torch_private
 from fdp._trees.listing import differing
 from fdp._trees.tracebacks import text_of
 from fdp.distributed._notices import NOTICES, Notices
@@ -146,8 +145,7 @@ class Epoch:
         self._count += not is_more
         group = self.group(tag, key)
         try:
-            with untransformed():
-                work = start(group)
+            work = start(group)
         except RuntimeError as error:  # a connection is closed already
             self._lost(tag, error)
         self._pending.append(work)
@@ -163,8 +161,7 @@ class Epoch:
                 work.wait()
             return True
 
-        with untransformed():
-            self._until(wait, tag)
+        self._until(wait, tag)
         self._pending.remove(work)
 
     # ---- waits
@@ -197,8 +194,10 @@ class Epoch:
 
     def _until(self, wait: Callable[[float], bool], tag: Tag) -> None:
         """Wait, as long as nobody says that he does not come."""
-        began, slice, say = time.monotonic(), _FIRST, self.notices.begin()
         try:
+            if wait(_FIRST):
+                return
+            began, slice, say = time.monotonic() - _FIRST, _FIRST, self.notices.begin()
             while not wait(slice):
                 slice = min(2 * slice, _LONGEST, self.limit.total_seconds() / 4)
                 self._look(tag, time.monotonic() - began, say)
@@ -368,11 +367,6 @@ def _differing(places: Mapping[int, Waiting]) -> str:
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def untransformed() -> contextlib.AbstractContextManager[object]:
-    """What is said has nothing to do with what is being transformed here."""
-    return torch_private.without_transforms() if torch_private.is_transformed() else contextlib.nullcontext()
 
 
 def first_sentence(error: BaseException) -> str:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fdp._placement.moves import accumulator, bytes_of, layers
+from fdp._placement.moves import accumulator, bytes_of
 from fdp._trees.tracebacks import text_of
-from fdp.distributed._epoch import Elsewhere, Epoch, Tag, untransformed
+from fdp.distributed._epoch import Elsewhere, Epoch, Tag
 
 MOST = 24  # numbers: all headers have one size, since processes may meet with different ones by mistake
 
@@ -35,27 +35,20 @@ def same_of(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def objects(epoch: Epoch, value: Any, name: str) -> list[Any]:
-    """The value of every process, pickled on the way."""
+def objects(epoch: Epoch, value: Any, tag: Tag) -> list[Any]:
+    """The value of every process, pickled on the way; `dist.all_gather_object` would need numpy."""
     try:
         own = b"\1" + pickle.dumps(value)
     except Exception as error:  # the others are told, or they would wait
         own = b"\0" + f"{type(error).__name__}: {text_of(error)}".encode(errors="backslashreplace")
-    with untransformed():
-        found = _all_bytes(epoch, own, name)
+    sizes = [size for (size,) in meet(epoch, tag, [len(own)])]
+    sent = torch.frombuffer(bytearray(own.ljust(max(sizes))), dtype=torch.uint8)
+    found = [bytes_of(x)[:size] for x, size in zip(_gathered(epoch, tag, sent), sizes, strict=True)]
     for rank, data in enumerate(found):
         if not data[0]:
             problem = data[1:].decode()
-            raise Elsewhere(f"{name}: what process {rank} has to say to the others cannot be pickled: {problem}")
+            raise Elsewhere(f"{tag.name}: what process {rank} has to say to the others cannot be pickled: {problem}")
     return [pickle.loads(data[1:]) for data in found]
-
-
-def _all_bytes(epoch: Epoch, own: bytes, name: str) -> list[bytes]:
-    """The bytes of every process, not none; `dist.all_gather_object` would need numpy."""
-    sizes = [size for (size,) in meet(epoch, Tag(name), [len(own)])]
-    sent = torch.frombuffer(bytearray(own.ljust(max(sizes))), dtype=torch.uint8)
-    arrived = _gathered(epoch, Tag(name), sent)
-    return [bytes_of(x)[:size] for x, size in zip(arrived, sizes, strict=True)]
 
 
 def _gathered(epoch: Epoch, tag: Tag, tensor: Tensor) -> list[Tensor]:
@@ -67,11 +60,6 @@ def _gathered(epoch: Epoch, tag: Tag, tensor: Tensor) -> list[Tensor]:
 
 def all_of(epoch: Epoch, tensor: Tensor, name: str) -> list[Tensor]:
     """The tensor of every process; their shapes may differ, but not how many dimensions they have."""
-    with untransformed():
-        return _all_of(epoch, layers(tensor)[-1], name)
-
-
-def _all_of(epoch: Epoch, tensor: Tensor, name: str) -> list[Tensor]:
     shapes = [torch.Size(shape) for shape in meet(epoch, Tag(f"{name}, shapes"), tensor.shape)]
     room = max(shape.numel() for shape in shapes) * tensor.element_size()
     sent = torch.zeros(room, dtype=torch.uint8, device=tensor.device)
@@ -94,11 +82,6 @@ def share(epoch: Epoch, tensor: Tensor, source: int, name: str) -> None:
 
 def sums(epoch: Epoch, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     """The sum over all processes of each, in memory of its own: one message for all of a kind."""
-    with untransformed():
-        return _sums(epoch, [layers(x)[-1] for x in tensors], name)
-
-
-def _sums(epoch: Epoch, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     kinds = dict.fromkeys((wire_dtype(x.dtype), x.device) for x in tensors)
     found: list[Any] = [None] * len(tensors)
     for dtype, device in kinds:

@@ -14,7 +14,7 @@ from fdp._execution.forks import is_forked
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.partition import balanced
 from fdp._trees.types import Devices
-from fdp.distributed._epoch import first_sentence
+from fdp.distributed._epoch import Tag, first_sentence
 from fdp.distributed._exchange import objects
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
@@ -66,7 +66,7 @@ def init(backend: str | None = None, devices: Devices = None, timeout: float | d
         return Mesh(slots, None, owns_group=owns_group)
     world = World.here(limit)
     with world.begins("init"):
-        counts: list[int] = objects(world.epoch, len(slots), "init")
+        counts: list[int] = objects(world.epoch, len(slots), Tag("init"))
     return Mesh(slots, MeshPeers(world, counts), owns_group=owns_group)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._placement.moves import bytes_of, layers
+from fdp._placement.moves import bytes_of
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, digest_of, flatten
-from fdp.distributed._epoch import Elsewhere, Epoch, Tag, untransformed
+from fdp.distributed._epoch import Elsewhere, Epoch, Tag
 from fdp.distributed._exchange import meet, objects
 
 
@@ -44,12 +44,11 @@ def _said(leaf: Any, spec: Any) -> str:
 
 def check_values(epoch: Epoch, where: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise in all processes if parameters have other values in some: they would train different models."""
-    with untransformed():
-        digests = [_digest(leaf) for leaf in leaves]
-    rows = meet(epoch, Tag(f"the parameters of {where}"), [zlib.crc32(repr(digests).encode())])
+    digests, tag = [_digest(leaf) for leaf in leaves], Tag(f"the parameters of {where}")
+    rows = meet(epoch, tag, [zlib.crc32(repr(digests).encode())])
     if all(row == rows[0] for row in rows):
         return
-    every = objects(epoch, digests, f"the parameters of {where}")
+    every = objects(epoch, digests, tag)
     wrong = [path for path, *column in zip(paths, *every, strict=True) if len(set(column)) > 1]
     raise Elsewhere(
         f"{where}: the processes begin with different values of {listed(wrong)}, and would train different models. "
@@ -62,7 +61,7 @@ def _digest(leaf: Any) -> int:
     """Of the values of a leaf that every slot has whole; NaN is equal to itself."""
     found = 0
     for tensor in leaf_tensors(leaf.shards[0] if isinstance(leaf, Slots) else leaf):
-        x = layers(tensor)[-1].detach()
+        x = tensor.detach()
         x = (x if x.layout is torch.strided else x.to_dense()).resolve_conj().resolve_neg()
         found = zlib.crc32(bytes_of(x.to("cpu").contiguous()), found)
     return found

@@ -1,6 +1,8 @@
-"""What the shards of this process come to, and what that and what others have come to is together."""
+"""What the shards of this process come to, and what that and what others have come to is together.
 
-import functools
+Processes say to each other what they have but for the tensors; then all tensors that become those of all are sums.
+"""
+
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -10,15 +12,14 @@ import torch
 from torch import Tensor
 
 from fdp._placement.check_outputs import same_value
-from fdp._placement.join import join
+from fdp._placement.join import join, resolve_specs
 from fdp._placement.moves import accumulator, bytes_of, concat, is_inexact
 from fdp._placement.peers import Joined
 from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Tree
-from fdp.distributed._autograd import AllGather, is_tracked
-from fdp.distributed._chain import Chain
-from fdp.distributed._epoch import Epoch
+from fdp.distributed._epoch import Epoch, Tag
 from fdp.distributed._exchange import all_of, objects
+from fdp.distributed._sum import SCALE
 
 _GLOBAL = (None, "mean", "sum", "max", "min")
 
@@ -30,6 +31,17 @@ class LeafKind(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Outline(NamedTuple):
+    """What a process has come to, but for the tensors: what has to be the same in all is said in the text."""
+
+    tree: Tree
+    specs: list[Any]
+    kinds: list[Any]
+    text: str
+    weight: float
+    values: dict[int, Any]
+
+
 @final
 class Own:
     """What the shards of this process come to.
@@ -38,153 +50,148 @@ class Own:
     Without shards there is nothing, until the `outline` of another process is known.
 
     Attributes:
-        leaves: What each leaf has come to, wide where it is to be added up.
         weight: What this process counts in means.
-        means: Which leaves are means over processes, `sums` which are sums, and `rest` which others are of all.
-        needs: Which require grad here.
+        means: Which tensors are means over processes, and `summed` which become those of all by a sum.
+        values: What is no tensor, or an integer under "mean": it is the same everywhere, or an error.
+        needs_all: Whether it has to be known which processes have shards.
     """
 
     def __init__(self, out: Joined, device: torch.device, where: str) -> None:
         self._name, self._where, self._device = out.name, where, device
-        self.leaves: list[Any] = []
         self.weight = 0.0 if out.weights is None else float(sum(out.weights))
+        self.flat: Flat | None = None
+        self.leaves: list[Any] = []
         self.kinds: list[Any] = []
         self.means: list[int] = []
-        self.sums: list[int] = []
-        self.rest: list[int] = []
-        self.needs: list[bool] = []
-        self.flat: Flat | None = None
+        self.summed: list[int] = []
+        self.values: dict[int, Any] = {}
+        self.needs_all = False
         if not out.shards:
             return
         flat = flatten(out.shards[0], out.name, out.dims, "out_dims", where)
-        for i, spec in enumerate(flat.specs):
-            if callable(spec):
-                flat.specs[i] = spec(flat.leaves[i]) if isinstance(flat.leaves[i], Tensor) else 0
+        resolve_specs(flat)
         shards = [_widened(shard, flat) for shard in out.shards]
         weights = out.weights if out.weights is None or self.weight else [1.0] * len(out.weights)  # only others count
         specs = unflatten(flat.structure, flat.specs)
         joined = join(shards, specs, weights, device, out.name, where, out.hint)
-        self.leaves = leaves_up_to(flat.structure, joined)
-        self.needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves]
-        self._set(flat, [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)])
-        if out.weights is None and self.means and any(flat.specs[i] == "mean" for i in self.means):
+        leaves = leaves_up_to(flat.structure, joined)
+        self._set(flat, leaves, [_kind(leaf, spec) for leaf, spec in zip(flat.leaves, flat.specs, strict=True)])
+        if out.weights is None and self.means:
             path = flat.path(self.means[0])
             raise ValueError(f"{where}: {path} has out_dim 'mean', but rows are not known: pass weights")
 
-    def _set(self, flat: Flat, kinds: list[Any]) -> None:
-        self.flat, self.kinds = flat, kinds
-        are_tensors = [isinstance(kind, LeafKind) for kind in kinds]
-        each = list(enumerate(zip(flat.specs, are_tensors, self.leaves, strict=True)))
-        self.means = [i for i, (spec, is_tensor, x) in each if is_tensor and spec == "mean" and is_inexact(x)]
-        self.sums = [i for i, (spec, is_tensor, _) in each if is_tensor and spec == "sum"]
-        summed = {*self.means, *self.sums}
-        plain = (*_GLOBAL, "stack")  # a value that is no tensor is returned once, also under an int
-        self.rest = [
-            i
-            for i, (spec, is_tensor, _) in each
-            if i not in summed and (spec in _GLOBAL if is_tensor else spec in plain or type(spec) is int)
-        ]
+    def _set(self, flat: Flat, leaves: list[Any], kinds: list[Any]) -> None:
+        self.flat, self.leaves, self.kinds = flat, leaves, kinds
+        for i, (spec, kind) in enumerate(zip(flat.specs, kinds, strict=True)):
+            if not isinstance(kind, LeafKind):  # it is returned once, also under an int
+                if spec in (*_GLOBAL, "stack") or type(spec) is int:
+                    self.values[i] = leaves[i]
+            elif spec == "mean" and not is_inexact(leaves[i]):
+                self.values[i] = leaves[i]
+            elif spec in _GLOBAL:
+                (self.means if spec == "mean" else self.summed).append(i)
+                self.needs_all = self.needs_all or spec in (None, "max", "min")
 
     @property
-    def outline(self) -> Any:
-        """All but the values."""
-        flat = self.flat
-        return flat and (unflatten(flat.structure, [0] * len(self.kinds)), flat.specs, self.kinds)
-
-    def take(self, outline: Any) -> None:
-        """Have leaves of no rows, as another process says that they are."""
-        tree, specs, kinds = outline
-        self.leaves = [_empty(kind, spec, self._device) for kind, spec in zip(kinds, specs, strict=True)]
-        self._set(flatten(tree, self._name)._replace(specs=specs), kinds)
+    def key(self) -> Any:
+        """What it looks like here."""
+        return self.flat and (self.flat.structure, repr(self.flat.specs), *self.kinds)
 
     @property
-    def same(self) -> Any:
-        """What of it is the same in all processes; None if that is not known here."""
+    def outline(self) -> Outline | None:
         flat = self.flat
         if flat is None:
             return None
-        each = zip(self.kinds, flat.specs, strict=True)
-        kinds = [kind if isinstance(kind, LeafKind) and spec != "list" else None for kind, spec in each]
-        return str(flat.structure), repr(flat.specs), kinds
+        each = enumerate(zip(self.leaves, self.kinds, flat.specs, strict=True))
+        lines = [f"{flat.path(i)} {_said(kind, spec)} under {spec!r}{_needs(leaf)}" for i, (leaf, kind, spec) in each]
+        tree = unflatten(flat.structure, [0] * len(self.kinds))
+        values = {i: _sendable(value) for i, value in self.values.items()}
+        return Outline(tree, flat.specs, self.kinds, "\n".join([*lines, str(flat.structure)]), self.weight, values)
 
-    def say(self) -> str:
-        """The same for people."""
-        flat = self.flat
-        if flat is None:
-            return "nothing, as there are no rows"
-        each = enumerate(zip(self.kinds, flat.specs, strict=True))
-        tracked = [", requires grad" if need else "" for need in self.needs or [False] * len(self.kinds)]
-        return "\n".join(f"{flat.path(i)} {_said(kind)} under {spec!r}{tracked[i]}" for i, (kind, spec) in each)
+    def take(self, outline: Outline) -> None:
+        """Have leaves of no rows, as another process says that they are."""
+        leaves = [_empty(*pair, self._device) for pair in zip(outline.kinds, outline.specs, strict=True)]
+        self._set(flatten(outline.tree, self._name)._replace(specs=outline.specs), leaves, outline.kinds)
 
-    def finish(self, epoch: Epoch, chain: Chain, active: Sequence[int]) -> Tree:
-        """The tree; `active` processes have shards. Means and sums are in their places already."""
-        flat = self.flat
-        assert flat is not None
-        name, leaves = f"the end of {self._where}", self.leaves
-        tracked = [i for i in self.rest if isinstance(leaves[i], Tensor) and is_tracked([leaves[i]])]
-        plain = [i for i in self.rest if i not in tracked]
-        columns: dict[int, Any] = {}
-        if plain:
-            every = objects(epoch, [_sendable(leaves[i]) for i in plain], name)
-            columns = {i: [every[rank][k] for rank in active] for k, i in enumerate(plain)}
-        for i in tracked:
-            (parts,) = chain.through(functools.partial(AllGather.apply, epoch, name), [leaves[i]])
-            columns[i] = [parts[rank] for rank in active]
-        for i, column in columns.items():
-            leaves[i] = self._of_all(flat.path(i), flat.specs[i], column, active)
-        return self.tree()
-
-    def tree(self) -> Tree:
-        """That of the leaves as they are now."""
+    def agree(self, ranks: Sequence[int], outlines: Sequence[Outline]) -> None:
+        """Values are the same in all processes that have shards, and become those of this one."""
         assert self.flat is not None
-        pairs = zip(self.leaves, self.kinds, strict=True)
-        leaves = [x.to(kind.dtype) if isinstance(kind, LeafKind) and isinstance(x, Tensor) else x for x, kind in pairs]
-        return unflatten(self.flat.structure, leaves)
+        for i in self.values:
+            first = outlines[0].values[i]
+            for rank, outline in zip(ranks, outlines, strict=True):
+                self._check_same(self.flat.path(i), first, outline.values[i], ranks[0], rank)
+            self.leaves[i] = first.to(self._device) if isinstance(first, Tensor) else first
 
-    def _of_all(self, path: str, spec: Any, column: Sequence[Any], active: Sequence[int]) -> Any:
-        """A leaf of all processes, which is no mean and no sum."""
-        first = column[0]
-        if isinstance(first, Tensor) and spec in ("max", "min"):
-            return (torch.stack(list(column)).amax(0) if spec == "max" else torch.stack(list(column)).amin(0)).to(
-                self._device
-            )
-        for rank, value in zip(active, column, strict=True):
-            if isinstance(first, Tensor) and spec == "mean" and not torch.equal(first, value):
+    def _check_same(self, path: str, first: Any, value: Any, first_rank: int, rank: int) -> None:
+        if isinstance(first, Tensor):
+            if not torch.equal(first, value):
                 raise ValueError(
                     f"{self._where}: {path} is {first.dtype}, which has no 'mean', and differs between processes: "
                     "choose 'sum', 'max', 'min' or 'list', or return a float"
                 )
-            if not isinstance(first, Tensor) and not same_value(value, first):
-                raise ValueError(
-                    f"{self._where}: {path} differs between processes: {first} in process {active[0]}, {value} in "
-                    f"process {rank}. A value that is no tensor is returned once: return a tensor, or choose 'list'"
-                )
-        return first.to(self._device) if isinstance(first, Tensor) else first
+        elif not same_value(value, first):
+            raise ValueError(
+                f"{self._where}: {path} differs between processes: {first} in process {first_rank}, {value} in "
+                f"process {rank}. A value that is no tensor is returned once: return a tensor, or choose 'list'"
+            )
+
+    def terms(self, rank: int, size: int, active: Sequence[int]) -> list[Tensor]:
+        """What is summed over processes: means, then the others. Means have still to be weighted."""
+        assert self.flat is not None
+        found = [self.leaves[i] for i in self.means]
+        for i in self.summed:
+            leaf, spec = self.leaves[i], self.flat.specs[i]
+            if spec is None and rank != active[0]:
+                leaf = _nothing(leaf)
+            elif spec in ("max", "min"):
+                leaf = torch.stack([leaf if other == rank else torch.zeros_like(leaf) for other in range(size)])
+            found.append(leaf)
+        return found
+
+    def put(self, sums: Sequence[Tensor], active: Sequence[int]) -> Tree:
+        """The tree with these in the places of the terms."""
+        assert self.flat is not None
+        leaves = self.leaves
+        for i, x in zip((*self.means, *self.summed), sums, strict=True):
+            spec = self.flat.specs[i]
+            if spec in ("max", "min"):
+                x = x[list(active)].amax(0) if spec == "max" else x[list(active)].amin(0)
+            leaves[i] = x
+        pairs = zip(leaves, self.kinds, strict=True)
+        cast = [x.to(kind.dtype) if isinstance(kind, LeafKind) and isinstance(x, Tensor) else x for x, kind in pairs]
+        return unflatten(self.flat.structure, cast)
+
+    def across(self, tree: Tree, epoch: Epoch) -> Tree:
+        """The tree with the rows of all processes."""
+        assert self.flat is not None
+        leaves = leaves_up_to(self.flat.structure, tree)
+        for i, (leaf, spec) in enumerate(zip(leaves, self.flat.specs, strict=True)):
+            if spec in ("list", "items"):
+                leaves[i] = type(leaf)(itertools.chain.from_iterable(objects(epoch, leaf, Tag("gather"))))
+            elif isinstance(leaf, Tensor) and (type(spec) is int or spec == "stack"):
+                leaves[i] = concat(all_of(epoch, leaf, "gather"), 0 if spec == "stack" else spec)
+        return unflatten(self.flat.structure, leaves)
 
     @property
     def digest(self) -> int | None:
-        """A number that processes have where they agree on all of the rest; None where they have to exchange it."""
-        assert self.flat is not None
+        """A number that processes have where all values are the same; None without shards."""
+        if self.flat is None:
+            return None
         found = 0
-        for i in self.rest:
-            leaf = self.leaves[i]
-            if isinstance(leaf, Tensor) and self.flat.specs[i] != "mean":
-                return None
+        for leaf in self.values.values():
             data = bytes_of(_sendable(leaf).contiguous()) if isinstance(leaf, Tensor) else repr(leaf).encode()
             found = zlib.crc32(data, found)
         return found
 
-    def joined(self, tree: Tree, epoch: Epoch) -> Tree:
-        """The tree with the rows of all processes."""
-        flat = self.flat
-        assert flat is not None
-        leaves = leaves_up_to(flat.structure, tree)
-        for i, (leaf, spec) in enumerate(zip(leaves, flat.specs, strict=True)):
-            if spec in ("list", "items"):
-                leaves[i] = type(leaf)(itertools.chain.from_iterable(objects(epoch, leaf, "gather")))
-            elif isinstance(leaf, Tensor) and (type(spec) is int or spec == "stack"):
-                leaves[i] = concat(all_of(epoch, leaf, "gather"), 0 if spec == "stack" else spec)
-        return unflatten(flat.structure, leaves)
+
+def weighted(leaf: Tensor, weight: float) -> Tensor:
+    """A mean times what it counts."""
+    return leaf * (weight * SCALE) if weight else _nothing(leaf)
+
+
+def _nothing(leaf: Tensor) -> Tensor:
+    """Zeros, also of NaN, with a graph that leads to the leaf."""
+    return leaf.masked_fill(torch.tensor(True, device=leaf.device), 0) if leaf.requires_grad else torch.zeros_like(leaf)
 
 
 def _widened(shard: Tree, flat: Flat) -> Tree:
@@ -209,8 +216,14 @@ def _sendable(leaf: Any) -> Any:
     return leaf.detach().cpu().resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf
 
 
-def _said(kind: Any) -> str:
-    return f"{str(kind.dtype).removeprefix('torch.')}{list(kind.shape)}" if isinstance(kind, LeafKind) else str(kind)
+def _said(kind: Any, spec: Any) -> str:
+    if not isinstance(kind, LeafKind) or spec == "list":
+        return ""
+    return f"{str(kind.dtype).removeprefix('torch.')}{list(kind.shape)}"
+
+
+def _needs(leaf: Any) -> str:
+    return ", requires grad" if isinstance(leaf, Tensor) and leaf.requires_grad else ""
 
 
 def _empty(kind: Any, spec: Any, device: torch.device) -> Any:

@@ -15,7 +15,6 @@ from fdp._placement.partition import Partition
 from fdp._placement.peers import Joined, PeerCall, Peers
 from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots
-from fdp._placement.slot import AXES
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
 from fdp.distributed._call import MeshCall, Same
@@ -25,8 +24,8 @@ from fdp.distributed._replicate import same_everywhere
 from fdp.distributed._step import Agreed, StepCall
 from fdp.distributed._world import World
 
-_NUMBERS: "weakref.WeakKeyDictionary[Plan, dict[Any, tuple[int, bool]]]" = weakref.WeakKeyDictionary()
-"""Of the kinds of calls with a plan, and whether they are steps."""
+_NUMBERS: "weakref.WeakKeyDictionary[Plan, dict[Any, int]]" = weakref.WeakKeyDictionary()
+"""Of the kinds of calls with a plan."""
 
 
 @final
@@ -58,25 +57,21 @@ class MeshPeers(Peers):
         self, where: str, plan: Plan, flats: Sequence[Flat], same: Mapping[str, Any]
     ) -> tuple[PeerCall, Partition]:
         """Agree on a call, and leave this process without shards if it has no rows."""
-        rows, epoch, gradients = self._rows(plan.partition, flats), self.world.epoch, plan.gradients
+        epoch, gradients = self.world.epoch, plan.gradients
         options = {name: value for name, value in same.items() if name not in ("seed", "function")}
         numbers = _NUMBERS.setdefault(plan, {})
         key = self.slots, where, *options.items()
         if key not in numbers:
-            is_step = not same.get("create_graph") and _is_step(plan, flats)
-            numbers[key] = same_of((key, kinds_of(flats))), is_step
-        number, is_step = numbers[key]
+            numbers[key] = same_of((key, kinds_of(flats)))
         seed = None if same["seed"] is None else repr(same["seed"])
-        kind = Same(number, partial(said_of, flats, {"seed": same["seed"], **options}), seed)
-        args = epoch, self.slots, where, kind, rows, flats
-        if gradients is None or AXES.get():
+        kind = Same(numbers[key], partial(said_of, flats, {"seed": same["seed"], **options}), seed)
+        args = epoch, self.slots, where, kind, self._rows(plan.partition, flats), flats
+        if gradients is None:
             call = MeshCall(*args)
             call.table()
         else:
-            known = epoch.known.setdefault((kind.number, is_step, same["function"]), Agreed())
-            call = StepCall(*args, known) if is_step else MeshCall(*args)
-            if not is_step:
-                call.table()
+            known = epoch.known.setdefault((kind.number, same["function"]), Agreed())
+            call = StepCall(*args, known, is_global=any(leaf.dim is not None for leaf in gradients.leaves))
             if not known.is_checked:
                 self._check_parameters(where, plan, flats)
                 known.is_checked = True
@@ -93,7 +88,7 @@ class MeshPeers(Peers):
     def gather(self, out: Joined, device: torch.device, *, across: bool) -> Tree:
         call: Any = self.begin_on_slots("gather", {"across": across}, (0,) * len(out.shards))
         tree, own = call.joined(out, device, "gather")
-        return own.joined(tree, self.world.epoch) if across else tree
+        return own.across(tree, self.world.epoch) if across else tree
 
     def refuse(self, where: str, way_out: str) -> None:
         raise ValueError(f"{where}: a mesh of several processes, which would have to talk. {way_out}")
@@ -116,14 +111,6 @@ class MeshPeers(Peers):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("what is on a mesh of several processes cannot be pickled; pickle its .shards")
-
-
-def _is_step(plan: Plan, flats: Sequence[Flat]) -> bool:
-    """Whether gradients are without a graph, and sums over all processes."""
-    own, values = plan.gradients, [leaf for flat in flats for leaf in flat.leaves]
-    if own is None or own.needs_func or own.is_attached:
-        return False
-    return all(_is_whole(leaf, values) for leaf in own.leaves)
 
 
 def _is_whole(leaf: LeafPlan, values: Sequence[Any]) -> bool:

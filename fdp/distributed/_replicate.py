@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._placement.moves import layers
-from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
@@ -18,10 +16,6 @@ from fdp.distributed._exchange import meet, objects, same_of, share
 def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
-    if any(torch_private.is_batched(layer) for x in tensors for layer in layers(x)):
-        raise RuntimeError(
-            "replicate: inside of vmap a tensor stands for many, and cannot be put on a mesh. Pass it to the call"
-        )
     said = [f"call {epoch.calls}", f"check_values={check_values}"]
     said += [_said(flat, i) for i in range(len(flat.leaves))]
     said += [str(flat.structure).removeprefix("PyTreeSpec")]
@@ -34,10 +28,10 @@ def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat.leaves)))}
         columns = zip(tensors, shared, strict=True)
         paths = [flat.path(first[id(own)]) for own, other in columns if not _equal(own, other)]
-        every = enumerate(objects(epoch, paths, "replicate"))
+        every = enumerate(objects(epoch, paths, Tag("replicate")))
         if wrong := [f"process {rank}: {listed(paths)}" for rank, paths in every if paths]:
             raise ValueError(f"replicate: values differ from those of process 0: {'; '.join(wrong)}")
-    if torch.is_grad_enabled() and any(layer.requires_grad for x in tensors for layer in layers(x)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         shared = GradientSum.apply(epoch, f"replicate, call {epoch.calls}", shared, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])

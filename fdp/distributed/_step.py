@@ -4,33 +4,46 @@ The first of a kind begins together, as every call does. Those after it know wha
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from fdp._placement.peers import Joined, Say, Summed
-from fdp._trees.tree import Flat, tensors_in
+from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
+from fdp.distributed._autograd import Refused
 from fdp.distributed._call import CAPTURED, MeshCall, Same
-from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._epoch import END, Epoch, Tag
 from fdp.distributed._exchange import meet, same_of
-from fdp.distributed._outputs import Own
+from fdp.distributed._outputs import Outline, Own
 from fdp.distributed._sum import PLAIN, Wire
 
 
+class End(NamedTuple):
+    """What all have agreed on: how they send, the dtype of the loss, and what its aux looks like."""
+
+    wire: Wire
+    dtype: torch.dtype
+    aux: Outline | None
+
+
 class Agreed:
-    """What has been agreed on of a kind: whether its function asks for places, and how its sums are sent."""
+    """What has been agreed on of a kind: whether its function asks for places, and how it ends."""
 
     def __init__(self) -> None:
         self.asks, self.is_checked = False, False
-        self.ends: dict[Any, tuple[Wire, list[Any]]] = {}
-        self.last: tuple[Wire, list[Any]] | None = None
+        self.ends: dict[Any, End] = {}
+        self.last: End | None = None
 
 
 @final
 class StepCall(MeshCall):
-    """A gradient function without a graph of its results."""
+    """A gradient function.
+
+    Shares of the loss are those of this process, and its sums are weighted in the end. They are `global` ones where
+    that would be too late: after collectives, and for gradients of rows.
+    """
 
     def __init__(
         self,
@@ -41,26 +54,25 @@ class StepCall(MeshCall):
         rows: Sequence[int],
         flats: Sequence[Flat],
         known: Agreed,
+        *,
+        is_global: bool,
     ) -> None:
         super().__init__(epoch, slots, where, kind, rows, flats)
         self._known = known
-        self._has_met, self._is_local = False, False
-        self.is_eager = kind.seed is not None or known.last is None or known.asks
+        self._is_global, self._is_local = is_global, False
+        self.is_eager = is_global or kind.seed is not None or known.last is None or known.asks
         if self.is_eager:
             self.table()
 
     def whole(self, own: float, *, counts: bool) -> float:
-        """Of this process: its sums are weighted in the end. With collectives that is too late."""
-        if self._has_met:
+        if self._is_global:
             return super().whole(own, counts=counts)
         self._is_local = True
         return own or float(not self.table.is_known or self.table().rows > 0)
 
-    def enter(self) -> None:
+    def enter(self) -> bool:
         """Nothing goes back to the arguments."""
-
-    def begins_with(self, leaves: Sequence[Tensor]) -> None:
-        self.chain.begins_with(leaves[:1])
+        return False
 
     def combine(
         self, operation: Any, columns: Sequence[Sequence[Tensor]], key: Hashable, say: Say
@@ -70,79 +82,84 @@ class StepCall(MeshCall):
                 f"{operation.name}: slots have exchanged nothing in the microbatches before this one. A function calls "
                 "the same collectives in each microbatch"
             )
-        self._has_met = True
+        self._is_global = True
         return super().combine(operation, columns, key, say)
 
     def reduce(
         self,
-        loss: Joined,
+        loss: Tensor | None,
+        weight: float | None,
         aux: Joined | None,
         gradients: Summed,
-        aliases: Sequence[Tensor],
         device: torch.device,
         where: str,
     ) -> tuple[Tensor, Tree]:
-        each, grads = [Own(out, device, where) for out in (loss, aux) if out is not None], gradients.sums()
-        if any(x.requires_grad for own in each for x in tensors_in(own.leaves)):
+        known, grads = self._known, gradients.sums()
+        rest = None if aux is None else Own(aux, device, where)
+        if any(x.requires_grad for x in tensors_in((loss, rest and rest.leaves))):
             raise ValueError(CAPTURED)
         self.chain.end()
-        end = self._known.ends.get(self._key(each)) if self.is_active else self._known.last
+        end = known.last if loss is None else known.ends.get((self._is_global, loss.dtype, rest and rest.key))
+        active: Sequence[int] = ()
         if end is None:
-            _, self._known.asks = self.meet_at_end(each, grads)
-        elif not self.is_active:
-            for own, outline in zip(each, end[1], strict=True):
-                own.take(outline)
-        tensors, weights = self._sent(each, grads)
-        if end is None:
-            outlines = [own.outline for own in each]
-            mark = same_of((self.where, self.kind.number, weights, [(x.dtype, tuple(x.shape)) for x in tensors]))
-            end = Wire(tensors, weights, len(grads), gradients.sent_as, mark), outlines
-            self._known.ends[self._key(each)] = self._known.last = end
-        sums = self._summed(end[0], each, tensors)
+            active, end = self._agree(loss, weight, rest, grads, gradients.sent_as, device)
+        elif rest is not None:
+            if rest.flat is None and end.aux is not None:
+                rest.take(end.aux)
+            if rest.needs_all:
+                active = self._active(end.wire)
+        value = torch.zeros((), dtype=end.dtype, device=device) if loss is None else loss
+        tensors = [*grads, value, *(rest.terms(self.epoch.rank, self.epoch.size, active) if rest else ())]
+        sums = self._summed(end.wire, weight, rest, tensors)
         gradients.replace_sums(sums[: len(grads)])
-        rest = iter(sums[len(grads) :])
-        for own in each:
-            for i in (*own.means, *own.sums):
-                own.leaves[i] = next(rest)
-        value, *others = [own.tree() for own in each]
-        return value, others[0] if others else None
+        value, *others = sums[len(grads) :]
+        return value, rest.put(others, active) if rest else None
 
-    def _key(self, each: Sequence[Own]) -> Hashable:
-        """What the sums depend on, beside the kind of the call."""
-        return self._has_met, *[
-            (own.flat and own.flat.structure, repr(own.flat and own.flat.specs), *own.kinds) for own in each
-        ]
+    def _agree(
+        self,
+        loss: Tensor | None,
+        weight: float | None,
+        rest: Own | None,
+        grads: Sequence[Tensor],
+        sent_as: torch.dtype | None,
+        device: torch.device,
+    ) -> tuple[Sequence[int], End]:
+        """The first of its kind: which processes have shards, and how it ends in all of them."""
+        said = [f"gradient {x.dtype} {list(x.shape)}" for x in grads]
+        dtype = None if loss is None else loss.dtype
+        ended = self.exchange([rest] if rest else [], "\n".join([*said, f"loss {dtype}"]), dtype)
+        self._known.asks = ended.have_asked
+        terms = rest.terms(self.epoch.rank, self.epoch.size, ended.active) if rest else []
+        first, means = PLAIN if weight is None else 0, len(rest.means) if rest else 0
+        own = [PLAIN if self._is_global else first] * len(grads)
+        weights = [*own, first, *[1] * means, *[PLAIN] * (len(terms) - means)]
+        tensors = [*grads, torch.zeros((), dtype=ended.more, device=device), *terms]
+        mark = same_of((self.where, self.kind.number, weights, [(x.dtype, tuple(x.shape)) for x in tensors]))
+        wire = Wire(tensors, weights, len(grads), sent_as, mark)
+        end = End(wire, ended.more, ended.outlines[0][0] if rest else None)
+        self._known.last = self._known.ends[self._is_global, end.dtype, rest and rest.key] = end
+        return ended.active, end
 
-    def _sent(self, each: Sequence[Own], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """What is summed, and which weight it has: with collectives gradients have theirs already."""
-        weights = [0 if each[0].means and not self._has_met else PLAIN] * len(grads)
-        tensors = list(grads)
-        for number, own in enumerate(each):
-            weights += [number] * len(own.means) + [PLAIN] * len(own.sums)
-            tensors += [own.leaves[i] for i in (*own.means, *own.sums)]
-        return tensors, weights
+    def _active(self, wire: Wire) -> list[int]:
+        tag = Tag(f"shards of {self.where}", wire.mark, self.say)
+        return [rank for rank, (is_active,) in enumerate(meet(self.epoch, tag, [self.is_active])) if is_active]
 
-    def _summed(self, layout: Wire, each: Sequence[Own], tensors: Sequence[Tensor]) -> list[Tensor]:
-        loss, rest = each[0], each[-1]
-        name = f"the end of {self.where}"
-
-        def say() -> str:
-            return "\n".join([self.say(), *(own.say() for own in each)])
-
-        digest = rest.digest if self.is_active else None
-        sent = layout.summed(
-            self.epoch,
-            Tag(name, layout.mark, say),
-            tensors,
-            (loss.weight, rest.weight),
-            digest,
-            is_read=bool(rest.rest) or loss.weight == 0,
-        )
-        if sent.weight == 0 and loss.means:
+    def _summed(self, wire: Wire, weight: float | None, rest: Own | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+        has_values = rest is not None and len(rest.values) > 0
+        tag = Tag(END + self.where, wire.mark, self.say)
+        weights = 0.0 if weight is None else weight, rest.weight if rest else 0.0
+        digest = rest.digest if rest and self.is_active else None
+        is_read = has_values or weight == 0
+        sent = wire.summed(self.epoch, tag, tensors, weights, digest, is_read=is_read)
+        if sent.weight == 0 and weight is not None:
             raise ValueError(
                 f"{self.where}: there are no rows, or count is zero on all shards: the mean over nothing is not defined"
             )
-        if rest.rest and not sent.are_same:
-            table = meet(self.epoch, Tag(name, layout.mark, say), [self.is_active])
-            rest.finish(self.epoch, self.chain, [rank for rank, (is_active,) in enumerate(table) if is_active])
+        if rest is not None and has_values and not sent.are_same:
+            self.exchange([rest])
         return sent.found
+
+    def last(self, tree: Tree, given: Sequence[Tensor]) -> Tree:
+        tensors = tensors_in(tree)
+        made = iter(Refused.apply(next(x for x in given if x.requires_grad), *tensors))
+        return map_tensors(lambda _: next(made), tree)

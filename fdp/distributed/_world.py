@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fdp._execution.forks import is_forked
 from fdp._placement.slot import AXES
+from fdp._trees import torch_private
 from fdp._trees.profiling import NOTHING
 from fdp.distributed._epoch import Epoch
 
@@ -47,8 +48,12 @@ class World:
     def begins(self, where: str) -> contextlib.AbstractContextManager[object]:
         """Around a call, which has a number; those inside of others have none."""
         own = threading.get_ident()
+        if torch_private.is_transformed() or torch_private.is_forward_mode():
+            raise RuntimeError(f"{where}: {_TRANSFORMED}")
+        if AXES.get():
+            raise RuntimeError(f"{where}: {_INSIDE}")
         # Ctrl-C may have come before a call was left: that is over once the epoch is.
-        if AXES.get() or (self._caller == own and self.epoch.ended is None):
+        if self._caller == own and self.epoch.ended is None:
             return NOTHING
         if self._caller not in (None, own):
             raise RuntimeError(f"{where}: another thread is in a call on this mesh. One call at a time: use a lock")
@@ -75,6 +80,16 @@ class World:
         self._caller = None
         if error is not None:
             self.epoch.fail(error)
+
+
+_INSIDE = (
+    "a call over several processes cannot be made inside of a mapped function, which runs once for each slot. There "
+    "use collectives, or a call on the slot's own device"
+)
+_TRANSFORMED = (
+    "a call over several processes cannot be transformed by torch.func from outside, since what is transformed stays "
+    "in its process. Transform inside of the mapped function, or take gradients by fdp.value_and_grad on the mesh"
+)
 
 
 def leave() -> None:

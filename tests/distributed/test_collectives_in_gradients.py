@@ -1,4 +1,4 @@
-"""Derivatives of any order through collectives over processes, whatever a slot or a process uses of their results."""
+"""Derivatives through collectives over processes, whatever a slot or a process uses of their results."""
 
 import re
 from collections.abc import Callable
@@ -89,33 +89,21 @@ def rows(seat: Seat, layout: Layout) -> Tensor:
     return seat.own(numbers(sum(layout.rows), 3).sin() + 1)
 
 
+def of_second_order(w: Tensor, x: Tensor) -> Tensor:
+    """A gradient of a gradient, both inside, of a loss with collectives."""
+
+    def inner(w: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: batch_norm(w, x))(w).square().sum()
+
+    return torch.func.grad(inner)(w).square().sum() + (w * w).sum()
+
+
+LOSSES.append(of_second_order)
+
+
 def gradients(seat: Seat, loss: Loss, layout: Layout, microbatches: int) -> Any:
-    x, w = rows(seat, layout), parameters()
     options: Any = {"microbatches": microbatches, **seat.on}
-    step = fdp.value_and_grad(loss, **options)
-    found: list[Any] = [step(w.detach(), x)]
-    if loss in (unused, lonely):  # their derivatives are refused, below
-        return {"whole": found}
-    found.append(torch.autograd.grad(step(w, x)[0], w))
-    found.append(torch.autograd.grad(step(w, x)[1].square().sum(), w))
-    (second,) = torch.autograd.grad(step(w, x)[1].square().sum(), w, create_graph=True)
-    found.append(torch.autograd.grad(second.square().sum(), w))
-    value, grad = step(w, x)
-    found.append(torch.autograd.grad(value.sin() * grad.sin().sum(), w))
-    return {"whole": found}
-
-
-def differentiated(mesh: Any, order: int) -> None:
-    w = parameters()
-    made = fdp.value_and_grad(unused, devices=mesh)(w, numbers(2, 3) + mesh.rank)
-    torch.autograd.grad(made[order].sum(), w)
-
-
-@pytest.mark.parametrize("order", [0, 1], ids=["value", "gradient"])
-def test_what_processes_make_of_other_results_cannot_be_differentiated_again(two: Pool, order: int):
-    for found in two.outcomes(differentiated, 1, order):
-        assert isinstance(found, Failure)
-        assert "psum: the processes do not fit together: derivative" in str(found)
+    return {"whole": fdp.value_and_grad(loss, **options)(parameters().detach(), rows(seat, layout))}
 
 
 @each_layout
@@ -145,8 +133,7 @@ def from_outside(seat: Seat, loss: Loss, layout: Layout) -> Any:
     else:
         used = outs if seat.start == 0 else outs[-1:]
     total = torch.stack([part.sin() for part in used]).sum()
-    (grad,) = torch.autograd.grad(total, w, create_graph=True)
-    return {"whole": [grad, *torch.autograd.grad(grad.square().sum(), w)]}
+    return {"whole": torch.autograd.grad(total, w)}
 
 
 @each_layout

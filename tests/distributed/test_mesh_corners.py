@@ -26,64 +26,94 @@ def total(mesh: Any) -> float:
     return fdp.dp_apply(lambda w, x: x.sum(), None, torch.ones(2), mesh, out_dims="sum").item()
 
 
-# ---- gradients around calls, where a process has no rows
+# ---- gradients around calls
 
 
 def curve(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (x @ w).tanh().sum()
 
 
-def bent(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["w"]).tanh() * p["scale"].square()).sum()
-
-
-def of_a_part(devices: Any, create_graph: bool | None, x: torch.Tensor) -> torch.Tensor:
-    """A gradient of a gradient in parameters of which only one requires grad."""
-    p = {"w": torch.full((3,), 0.1, dtype=torch.float64), "scale": torch.tensor(1.5, dtype=torch.float64)}
-    p["w"].requires_grad_()
-    grads = fdp.grad(bent, devices=devices, reduction="sum", create_graph=create_graph)(p, x)
-    (grads["w"].square().sum() + 3 * grads["scale"]).backward()
-    assert p["w"].grad is not None
-    return p["w"].grad
-
-
-def of_own_part(mesh: Any, create_graph: bool | None) -> torch.Tensor:
-    x = torch.arange(6, dtype=torch.float64).reshape(2, 3)
-    return of_a_part(mesh, create_graph, x[mesh.rank : mesh.rank + 1])
-
-
-@pytest.mark.parametrize("create_graph", [None, True])
-def test_second_order_where_some_parameters_are_frozen(two: Pool, create_graph: bool | None):
-    expected = of_a_part("cpu", create_graph, torch.arange(6, dtype=torch.float64).reshape(2, 3))
-    for found in two(of_own_part, 1, create_graph):
-        torch.testing.assert_close(found, expected)
-
-
 def without_rows(mesh: Any) -> Any:
     x, w = torch.ones(1 - mesh.rank, 3), torch.ones(3)
     call = lambda w: fdp.dp_apply(curve, w, x, mesh, out_dims="sum")  # noqa: E731
     step = fdp.value_and_grad(curve, devices=mesh)
-    refused = [
-        lambda: torch.func.jvp(call, (w,), (w,)),
-        lambda: torch.func.vmap(call)(w[None]),
-        lambda: torch.func.grad(call)(w),
-        lambda: call(w.requires_grad_()),
-        lambda: step(w.requires_grad_(), x),
-    ]
-    errors = [said(run) for run in refused]
+    error = said(lambda: call(w.clone().requires_grad_()))
     with torch.no_grad():
         value, grad = step(w, x)
-        return errors, call(w.detach()), value, grad, total(mesh)
+        return error, call(w), value, grad, total(mesh)
 
 
 def test_what_a_process_without_rows_cannot_follow(two: Pool):
     w = torch.ones(3)
     grad, value = torch.func.grad_and_value(curve)(w, torch.ones(1, 3))
-    for errors, called, found, found_grad, after in two(without_rows):
-        for error in errors:
-            assert "a process without rows cannot follow" in error, error
+    for error, called, found, found_grad, after in two(without_rows):
+        assert "a process without rows cannot follow" in error, error
         torch.testing.assert_close((called, found, found_grad), (value, value, grad))
         assert after == 4
+
+
+def refused(mesh: Any) -> Any:
+    x, w = torch.ones(2, 3), torch.ones(3)
+    attached = torch.ones(3, requires_grad=True)
+    call = lambda w: fdp.dp_apply(curve, w, x, mesh, out_dims="sum")  # noqa: E731
+    step = fdp.value_and_grad(curve, devices=mesh)
+
+    def in_inference_mode() -> Any:
+        with torch.inference_mode():
+            return step(w, x)
+
+    def twice() -> Any:
+        (grad,) = torch.autograd.grad(call(attached), attached, create_graph=True)
+        return torch.autograd.grad(grad.sum(), attached)
+
+    each = {
+        "cannot be transformed by torch.func": [
+            lambda: torch.func.jvp(call, (w,), (w,)),
+            lambda: torch.func.vmap(call)(w[None]),
+            lambda: torch.func.grad(call)(w),
+            lambda: torch.func.grad(lambda w: step(w, x)[0])(w),
+            lambda: torch.func.vmap(lambda w: fdp.replicate(w, mesh)[0])(w[None]),
+        ],
+        "cannot be differentiated again": [
+            twice,
+            lambda: step(attached, x)[0].backward(),
+            lambda: step(attached, x)[1].sum().backward(),
+        ],
+        "with torch.func.grad, and use torch.no_grad()": [
+            in_inference_mode,
+            lambda: fdp.grad(curve, devices=mesh, create_graph=True)(attached, x),
+        ],
+        "inside of a mapped function": [
+            lambda: fdp.dp_apply(
+                lambda w, x: fdp.dp_apply(curve, w, x, mesh, out_dims="sum"), w, x, mesh, out_dims="sum"
+            ),
+            lambda: fdp.dp_apply(lambda w, x: fdp.gather(fdp.scatter(x, mesh)), w, x, mesh.devices),
+        ],
+    }
+    return {text: [(said(run), total(mesh)) for run in runs] for text, runs in each.items()}
+
+
+def test_what_is_refused_around_calls(two: Pool):
+    for found in two(refused):
+        for text, outcomes in found.items():
+            for error, after in outcomes:
+                assert text in error, error
+                assert after == 4
+
+
+def with_parameters_that_require_grad(mesh: Any) -> Any:
+    """What a gradient function gives is what it gives without."""
+    x, w = torch.arange(6.0).reshape(2, 3) + mesh.rank, torch.ones(3)
+    step = fdp.value_and_grad(curve, devices=mesh)
+    (value, grad), expected = step(w.clone().requires_grad_(), x), step(w, x)
+    assert value.requires_grad
+    assert grad.requires_grad
+    return (value.detach(), grad.detach()), expected
+
+
+def test_parameters_may_require_grad(two: Pool):
+    for found, expected in two(with_parameters_that_require_grad):
+        torch.testing.assert_close(found, expected)
 
 
 # ---- what fails before a call has begun

@@ -10,21 +10,13 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
-_NAME = re.compile(r"(\d{6,})-step-(\d+)(?:-[0-9a-f]{16})?\.pt")  # fdp 0.1.0 added a digest
+_NAME = re.compile(r"(\d{6,})-step-\d+(?:-[0-9a-f]{16})?\.pt")  # fdp 0.1.0 added a digest
 _PARTIAL = "checkpoint.partial"
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-
-
-class _FileEntry(NamedTuple):
-    """A file by its name. The number counts what was written: steps may go backwards, and repeat."""
-
-    number: int
-    step: int
-    path: Path
 
 
 @final
@@ -34,37 +26,39 @@ class CheckpointFiles:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory, self._keep = directory, keep
 
-    def write(self, step: int, state: Any) -> None:
-        """Add a file, and remove the oldest."""
+    def write(self, step: int, state: Any, size: int) -> None:
+        """Add a file, which takes about so many bytes, and remove the oldest."""
         self.directory.mkdir(parents=True, exist_ok=True)
         entries = self._entries()
-        number = 1 + max((entry.number for entry in entries), default=0)
+        number = 1 + max((number for number, _ in entries), default=0)  # steps may go backwards, and repeat
         partial = self.directory / _PARTIAL
         partial.unlink(missing_ok=True)  # what a killed run has left
         try:
             _fill(partial, state)
             os.replace(partial, self.directory / f"{number:06}-step-{step}.pt")
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise _explained(error, partial, size) from None
             raise
         _sync(self.directory)
-        for entry in entries[self._keep - 1 :]:
-            entry.path.unlink(missing_ok=True)
+        for _, path in entries[self._keep - 1 :]:
+            path.unlink(missing_ok=True)
 
     def newest(self) -> Any:
         """What the last file that is whole holds; None if there is no file at all. Nothing in it can run code."""
         entries = self._entries()
-        for entry in entries:
+        for _, path in entries:
             try:
-                with entry.path.open("rb") as file:
+                with path.open("rb") as file:
                     _check(file)
                     # Not mapped: who cuts a mapped file short ends the process that looks at it.
                     return torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:
                 if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a seek to a place that is none
                     raise
-                warnings.warn(f"Checkpoints: {entry.path} is damaged or cut short: trying the one before", stacklevel=3)
+                warnings.warn(f"Checkpoints: {path} is damaged or cut short: trying the one before", stacklevel=3)
         if entries:
             raise RuntimeError(
                 f"Checkpoints: none of the {len(entries)} files in {self.directory} is whole. To begin anew, remove "
@@ -72,65 +66,37 @@ class CheckpointFiles:
             )
         return None
 
-    def _entries(self) -> list[_FileEntry]:
+    def _entries(self) -> list[tuple[int, Path]]:
         """The newest first."""
         if not self.directory.exists():
             return []
         paths = [path for path in self.directory.iterdir() if path.is_file() and not path.is_symlink()]
         found = [(_NAME.fullmatch(path.name), path) for path in paths]
-        return sorted([_FileEntry(int(m[1]), int(m[2]), path) for m, path in found if m], reverse=True)
-
-
-@final
-class _Sink:
-    """Where torch writes to.
-
-    It hides an exception of its file behind one of its own. So the first is kept here, and what comes after it is
-    counted only: then it is known how many bytes would have been needed.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.size = 0
-        self.error: BaseException | None = None
-
-    def write(self, data: memoryview) -> int:
-        self.size += len(data)
-        if self.error is None:
-            try:
-                return self._file.write(data)
-            except BaseException as error:
-                self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing waits here."""
+        return sorted([(int(match[1]), path) for match, path in found if match], reverse=True)
 
 
 def _fill(path: Path, state: Any) -> None:
     """Bring a state to the disk."""
-    size = 0
-    try:
-        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            sink = _Sink(file)
-            try:
-                torch.save(state, sink)  # pyright: ignore[reportArgumentType]
-            finally:
-                size = sink.size
-                if sink.error is not None:
-                    raise sink.error
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: this checkpoint needs {size:,} bytes. Make room, raise the limit of the process "
-            "if it has one, or save to another directory. The checkpoints before it are still there: the oldest is "
-            "removed when a new one is whole",
-            str(path),
-        ) from None
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # by which torch hides what the file has raised, or Ctrl-C
+            hidden = error.__context__
+            raise (hidden if isinstance(hidden, OSError | KeyboardInterrupt) else error) from None
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _explained(error: OSError, path: Path, size: int) -> OSError:
+    if error.errno not in _FULL:
+        return OSError(error.errno, error.strerror, str(path))
+    return OSError(
+        error.errno,
+        f"{error.strerror}: this checkpoint needs {size:,} bytes and a little more. Make room, raise the limit of the "
+        "process if it has one, or save to another directory. The checkpoints before it are still there: the oldest is "
+        "removed when a new one is whole",
+        str(path),
+    )
 
 
 def _check(file: Any) -> None:

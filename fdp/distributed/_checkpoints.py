@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -21,11 +20,13 @@ from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import CheckpointFiles
 from fdp.distributed._epoch import Epoch, Tag
 from fdp.distributed._exchange import meet, objects, share
-from fdp.distributed._portable import check, data_of, outline, pack, room_for, unpack
+from fdp.distributed._portable import data_of, fitting, outline, pack, room_for, size_of, unpack
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
 _LOGGER = logging.getLogger("fdp.distributed")
+_WRITERS: dict[int, futures.ThreadPoolExecutor] = {}
+"""The thread that writes, by process."""
 _PENDING: dict[tuple[int, Path], "futures.Future[None]"] = {}
 """What is being written, by process and directory."""
 
@@ -111,10 +112,13 @@ class Checkpoints:
         packed = pack(tree, "Checkpoints.save", None if wait else self._room)
         state = {"format": _FORMAT, "step": step, "generators": generators, **packed}
         if wait:
-            self._files.write(step, state)
+            self._files.write(step, state, size_of(packed))
             return
         self._room = packed["leaves"]
-        _begin(self._files, step, state)
+        if os.getpid() not in _WRITERS:  # a fork has not the thread
+            _WRITERS[os.getpid()] = futures.ThreadPoolExecutor(1, "fdp-checkpoint")
+        written = _WRITERS[os.getpid()].submit(_write, self._files, step, state, size_of(packed))
+        _PENDING[os.getpid(), self._directory] = written
 
     def wait(self) -> None:
         """Until a state that was saved with `wait=False` is on the disk. All processes call it.
@@ -185,42 +189,23 @@ class Checkpoints:
                 meet(epoch, Tag(f"the end of {where}"))
 
 
-def _begin(files: CheckpointFiles, step: int, state: Any) -> None:
-    """Write a file in a thread, which Python waits for at the end of the program."""
-    written: futures.Future[None] = futures.Future()
-    waiting = [state]
-
-    def write() -> None:
-        if not written.set_running_or_notify_cancel():
-            return
-        try:
-            files.write(step, waiting.pop())
-        except BaseException as error:
-            error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
-            _LOGGER.error(
-                "%s: %s\n%s", type(error).__name__, error, error.__notes__[-1]
-            )  # perhaps no call will raise it
-            written.set_exception(error)
-        else:
-            written.set_result(None)
-
-    _PENDING[os.getpid(), files.directory] = written
+def _write(files: CheckpointFiles, step: int, state: Any, size: int) -> None:
+    """In a thread, which Python waits for at the end of the program."""
     try:
-        threading.Thread(target=write, name="fdp-checkpoint").start()
-    except BaseException:  # Ctrl-C: the thread may be there or not
-        written.cancel()
+        files.write(step, state, size)
+    except BaseException as error:
+        error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
+        # Perhaps no call will raise it.
+        _LOGGER.error("%s: %s\n%s", type(error).__name__, error, error.__notes__[-1])
         raise
 
 
 def _wait_for(directory: Path) -> None:
     """Until what is being written to a directory is there; its error is raised, once."""
     key = os.getpid(), directory
-    if key not in _PENDING:
-        return
-    futures.wait([_PENDING[key]])
-    written = _PENDING.pop(key)
-    if not written.cancelled():
-        written.result()
+    if key in _PENDING:
+        futures.wait([_PENDING[key]])
+        _PENDING.pop(key).result()
 
 
 def _is_first(epoch: Epoch | None) -> bool:
@@ -232,7 +217,7 @@ def _from_first(epoch: Epoch, state: Any, like: Tree | None) -> Any:
     said = objects(epoch, None if state is None else outline(state), Tag("Checkpoints.restore"))[0]
     if said is None:
         return None
-    check(said, like, "Checkpoints.restore")
+    fitting(said, like, "Checkpoints.restore")
     state = room_for(said) if state is None else state
     for data in data_of(state):
         for piece in data.split(_CHUNK):

@@ -12,11 +12,11 @@ from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_MOST_BITS = 2039  # of an int: torch does not load larger ones without running code
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+Packed = dict[str, Any]
 
 
-def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str, Any]:
+def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> Packed:
     """The leaves on the CPU, and where they stand.
 
     They are copies where `room` is given, in its tensors where these fit: new memory takes longer than to copy. Without
@@ -26,71 +26,80 @@ def pack(tree: Tree, where: str, room: Sequence[Any] | None = None) -> dict[str,
         flat = flatten(tree, "tree", where=where)
     except TypeError as error:
         raise TypeError(f"{error}. In a checkpoint goes the state_dict() of a module or an optimizer") from None
-    with torch.inference_mode(False), torch.no_grad():
-        if room is None:
-            leaves = _alone(flat.leaves)
-        else:
-            leaves = [_copy(leaf, old) for leaf, old in zip_longest(flat.leaves, room[: len(flat.leaves)])]
-    refused = [i for i, leaf in enumerate(leaves) if _hindrance(leaf) is not None]
-    if refused:
-        each = listed(refused, lambda i: f"{flat.path(i)} is {_hindrance(leaves[i])}", "; ")
+    leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat.leaves]
+    if refused := [i for i, leaf in enumerate(leaves) if type(leaf) not in _PLAIN]:
+        each = listed(refused, lambda i: f"{flat.path(i)} is a {type(leaves[i]).__name__}", "; ")
         raise TypeError(
             f"{where}: {each}. A checkpoint holds tensors, numbers, strings, bytes, dtypes, devices and sizes, so that "
             "loading it runs no code: torch.as_tensor(array), float(scalar), enum.name"
         )
+    seen: set[int] = set()
+    with torch.inference_mode(False), torch.no_grad():
+        if room is None:
+            leaves = [x if _is_alone(x, seen) else _copy(x) for x in leaves]
+        else:
+            leaves = [_copy(x, old) for x, old in zip_longest(leaves, room[: len(leaves)])]
     indices = unflatten(flat.structure, range(len(leaves)))
-    return {"leaves": leaves, "paths": _paths(flat), "indices": indices if _is_plain(indices) else None}
+    return {"leaves": leaves, "paths": _paths(flat), "indices": indices if _is_usual(indices) else None}
 
 
-def _hindrance(leaf: Any) -> str | None:
-    """What torch would not load."""
-    if type(leaf) is int and leaf.bit_length() > _MOST_BITS:
-        return f"an int of {leaf.bit_length():,} bits, of at most {_MOST_BITS:,}"
-    return None if type(leaf) in (torch.Tensor, *_PLAIN) else f"a {type(leaf).__name__}"
+def _is_alone(x: Any, seen: set[int]) -> bool:
+    """Whether it is saved by itself: torch saves all of the memory that it is in, and who shares that."""
+    if not isinstance(x, torch.Tensor):
+        return True
+    if not (x.is_cpu and _has_data(x) and x.is_contiguous()):
+        return False
+    storage = x.untyped_storage()
+    is_new = storage.data_ptr() not in seen and storage.nbytes() == x.nbytes and not (x.is_conj() or x.is_neg())
+    seen.add(storage.data_ptr())
+    return is_new
 
 
-def outline(packed: dict[str, Any]) -> dict[str, Any]:
+def _copy(x: Any, room: Any = None) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    if _has_data(x) and _has_data(room) and (room.shape, room.dtype, room.stride()) == (x.shape, x.dtype, x.stride()):
+        return room.copy_(x)
+    return x.resolve_conj().resolve_neg().to("cpu", copy=True)
+
+
+def size_of(packed: Packed) -> int:
+    """Bytes of the tensors."""
+    return sum(x.nbytes for x in packed["leaves"] if isinstance(x, torch.Tensor) and x.layout == torch.strided)
+
+
+def outline(packed: Packed) -> Packed:
     """What was packed, without the data of large tensors."""
     return {**packed, "leaves": [x.to("meta") if _has_data(x) else x for x in packed["leaves"]]}
 
 
-def room_for(outline: dict[str, Any]) -> dict[str, Any]:
+def room_for(outline: Packed) -> Packed:
     """What was packed, with memory in which the data are to come."""
     leaves = [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") if _is_meta(x) else x
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") if _has_data(x) and x.is_meta else x
         for x in outline["leaves"]
     ]
     return {**outline, "leaves": leaves}
 
 
-def data_of(packed: dict[str, Any]) -> Iterator[torch.Tensor]:
+def data_of(packed: Packed) -> Iterator[torch.Tensor]:
     """The data of large tensors, as bytes, to be read or written."""
-    for x in packed["leaves"]:
-        if _has_data(x):
-            yield torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage())
-
-
-def _is_meta(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_meta
+    for x in filter(_has_data, packed["leaves"]):
+        yield torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage())
 
 
 def _has_data(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_quantized and x.nbytes > 0
 
 
-def check(packed: dict[str, Any], like: Tree | None, where: str) -> None:
-    """Whether it can be unpacked; what is not like the tree is named with its path."""
-    _fitting(packed, like, where)
-
-
-def unpack(packed: dict[str, Any], like: Tree | None, where: str) -> Tree:
+def unpack(packed: Packed, like: Tree | None, where: str) -> Tree:
     """Inverse of `pack`; with `like`, in its containers and on its devices."""
-    flat, leaves = _fitting(packed, like, where)
+    flat, leaves = fitting(packed, like, where)
     return unflatten(flat.structure, leaves if like is None else map(_placed, leaves, flat.leaves))
 
 
-def _fitting(packed: dict[str, Any], like: Tree | None, where: str) -> tuple[Flat, list[Any]]:
-    """The tree that gives the containers, and the leaves in its order."""
+def fitting(packed: Packed, like: Tree | None, where: str) -> tuple[Flat, list[Any]]:
+    """The tree that gives the containers, and the leaves in its order; what is not like it is named with its path."""
     leaves, indices = packed["leaves"], packed["indices"]
     saved = flatten(indices, "tree", where=where) if indices is not None else None
     if like is None:
@@ -101,39 +110,20 @@ def _fitting(packed: dict[str, Any], like: Tree | None, where: str) -> tuple[Fla
             )
         return saved, [leaves[i] for i in saved.leaves]
     flat = flatten(like, "tree", where=where)
-    _check_structure(packed["paths"], saved, flat, where)
-    _check_leaves(leaves, flat, where)
+    if saved is not None and saved.structure != flat.structure:
+        path, there, here = first_difference(saved.structure, flat.structure, "tree")
+        raise ValueError(f"{where}: {path} is {there} in the checkpoint, but {here} in like")
+    for there, here in zip_longest(packed["paths"], _paths(flat)):
+        if there != here:
+            raise ValueError(
+                f"{where}: the checkpoint has {there or 'nothing'} where like has {here or 'nothing'}: their "
+                "structures differ"
+            )
+    said = [(_said(leaf), _said(other), i) for i, (leaf, other) in enumerate(zip(leaves, flat.leaves, strict=True))]
+    if wrong := [(there, here, i) for there, here, i in said if there != here]:
+        each = listed(wrong, lambda one: f"{flat.path(one[2])} is {one[0]}, but {one[1]} in like", "; ")
+        raise ValueError(f"{where}: in the checkpoint {each}")
     return flat, leaves
-
-
-def _copy(x: Any, room: Any = None) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = x.detach()
-    if type(room) is type(x) and _is_like(room, x):
-        return room.copy_(x)
-    return x.resolve_conj().resolve_neg().to("cpu", copy=True)
-
-
-def _is_like(room: torch.Tensor, x: torch.Tensor) -> bool:
-    plain = room.layout == x.layout == torch.strided and not x.is_quantized
-    return plain and (room.shape, room.dtype, room.stride()) == (x.shape, x.dtype, x.stride())
-
-
-def _alone(leaves: Sequence[Any]) -> list[Any]:
-    """Each with memory of its own, which holds nothing else: torch would save that too, and who shares it."""
-    seen: set[int] = set()
-
-    def alone(x: Any) -> Any:
-        x = x.detach() if isinstance(x, torch.Tensor) else x
-        if type(x) is torch.Tensor and x.device.type == "cpu" and _has_data(x) and x.is_contiguous():
-            storage = x.untyped_storage()
-            if storage.nbytes() == x.nbytes and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                return x.resolve_conj().resolve_neg()
-        return _copy(x)
-
-    return [alone(x) for x in leaves]
 
 
 def _placed(leaf: Any, like: Any) -> Any:
@@ -146,34 +136,13 @@ def _paths(flat: Flat) -> list[str]:
     return [accessor.codify("tree") for accessor in flat.structure.accessors()]
 
 
-def _is_plain(node: Any) -> bool:
+def _is_usual(node: Any) -> bool:
     """Whether a tree of indices has containers and keys only that load without running code."""
     if type(node) in (dict, OrderedDict):
-        keys = all(type(key) in (str, int, float, bool) and _hindrance(key) is None for key in node)
-        return keys and all(map(_is_plain, node.values()))
+        return all(type(key) in (str, int, float, bool) for key in node) and all(map(_is_usual, node.values()))
     if type(node) in (list, tuple):
-        return all(map(_is_plain, node))
+        return all(map(_is_usual, node))
     return type(node) in (int, type(None))
-
-
-def _check_structure(paths: list[str], saved: Flat | None, like: Flat, where: str) -> None:
-    if saved is not None and saved.structure != like.structure:
-        path, there, here = first_difference(saved.structure, like.structure, "tree")
-        raise ValueError(f"{where}: {path} is {there} in the checkpoint, but {here} in like")
-    for there, here in zip_longest(paths, _paths(like)):
-        if there != here:
-            raise ValueError(
-                f"{where}: the checkpoint has {there or 'nothing'} where like has {here or 'nothing'}: their "
-                "structures differ"
-            )
-
-
-def _check_leaves(leaves: list[Any], like: Flat, where: str) -> None:
-    said = [(_said(leaf), _said(other), i) for i, (leaf, other) in enumerate(zip(leaves, like.leaves, strict=True))]
-    wrong = [f"{like.path(i)} is {there}, but {here} in like" for there, here, i in said if there != here]
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"{where}: in the checkpoint {'; '.join(wrong[:5])}{more}")
 
 
 def _said(leaf: Any) -> str:

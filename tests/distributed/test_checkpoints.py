@@ -145,22 +145,11 @@ def test_what_cannot_be_loaded_safely_is_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TypeError, match=r"tree\['a'\]\[0\] is a ndarray; tree\['a'\]\[1\] is a _Opaque\. A checkpoint"):
         checkpoints.save(1, {"a": [numpy.ones(2), _Opaque(), 1]})
-    with pytest.raises(TypeError, match=r"tree\[1\] is an int of 2,040 bits, of at most 2,039\. A checkpoint"):
-        checkpoints.save(1, [-(2**2039) + 1, 2**2039])
     model = torch.nn.Linear(2, 2)
     for part in (model, torch.optim.SGD(model.parameters())):
         with pytest.raises(TypeError, match=r"tree\['a'\] is .*(Linear|SGD).*goes the state_dict\(\) of a module"):
             checkpoints.save(1, {"a": part})
     assert os.listdir(tmp_path) == []
-
-
-def test_ints_as_large_as_torch_loads_come_back(tmp_path):
-    checkpoints, largest = Checkpoints(tmp_path), 2**2039 - 1
-    checkpoints.save(1, {largest: -largest})
-    assert checkpoints.restore() == (1, {largest: -largest})
-    like = {largest + 1: 0}
-    checkpoints.save(2, {largest + 1: 1})
-    assert checkpoints.restore(like=like) == (2, {largest + 1: 1})
 
 
 def test_bad_arguments(tmp_path):

@@ -173,7 +173,6 @@ PRIVATE = {
     "tests/accelerator/test_command.py": "copies that go wrong between devices",
     "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",
-    "tests/distributed/test_chain.py": "exchanges of one call by themselves, to any order of derivative",
     "tests/distributed/test_notices.py": "when a process says that it waits long, without waiting so long",
     "tests/distributed/test_transport.py": "by what tensors go, and which accelerators are whose, without hardware",
     "tests/execution/test_on_mps.py": "the generator of a backend that is not here",

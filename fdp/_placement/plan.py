@@ -8,11 +8,11 @@ import torch
 
 from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.partition import Partition
-from fdp._placement.picture import table_of_plan
+from fdp._placement.picture import table_of
 from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.slot import Slot
 from fdp._placement.transfers import Collective, Transfer
-from fdp._trees.table import Drawn, colors, count_text, size_text, table
+from fdp._trees.table import Drawn, count_text, size_text, table
 
 
 class Step(NamedTuple):
@@ -105,11 +105,11 @@ class Plan(Drawn):
             parts += [Text.assemble(("Steps: ", "bold"), " · ".join(step.text(self) for step in self.steps)), ""]
         for text in self.differences:
             parts += [Text.assemble(("Differs from one device: ", "bold"), text), ""]
-        parts += [table_of_plan("Arguments", self.arguments), ""]
+        parts += [table_of("Arguments", self.arguments, but="on"), ""]
         if self.outputs is None:
             parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))
         else:
-            parts.append(table_of_plan("Outputs", self.outputs))
+            parts.append(table_of("Outputs", self.outputs, but="on"))
         parts.append("")
         if self.collectives:
             rows = [(name, str(tensors), size_text(nbytes)) for name, tensors, nbytes in self.collectives]
@@ -122,17 +122,13 @@ class Plan(Drawn):
         return Group(*parts)
 
     def _slots(self) -> Any:
-        from rich.text import Text
-
-        color_of = colors(self.devices)
         start, rows = 0, []
         for slot, device in enumerate(self.devices):
             size = None if self.sizes is None else self.sizes[slot]
             extent = "" if size is None else f"{start}:{start + size}"
             start += size or 0
             nbytes = sum(leaf.nbytes[slot] for leaf in self.arguments)
-            name = Text(str(device), style=color_of(device))
-            rows.append((str(slot), name, extent, "" if size is None else str(size), size_text(nbytes)))
+            rows.append((str(slot), str(device), extent, "" if size is None else str(size), size_text(nbytes)))
         of = (
             "nothing to split: one slot"
             if self.sizes is None

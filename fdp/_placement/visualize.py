@@ -19,17 +19,17 @@ def visualize(tree: Tree) -> Picture:
     >>> batch = fdp.scatter({"x": torch.ones(5, 2), "scale": torch.tensor(1.0)}, fdp.virtual_devices(2))
     >>> print(fdp.visualize(batch))
     Sharded: 2 slots, rows 3 + 2 (cpu: 0, 1)
-    leaf        tensor          where                         bytes
-    ───────────────────────────────────────────────────────────────
-    ['scale']   float32[]       whole on cpu x 2            2 x 4 B
-    ['x']       float32[5, 2]   │    0     │  1   │ dim 0      40 B
+    leaf        tensor          how                 rows    on        bytes per slot
+    ────────────────────────────────────────────────────────────────────────────────
+    ['scale']   float32[]       whole                       2 x cpu          2 x 4 B
+    ['x']       float32[5, 2]   split along dim 0   3 + 2   2 x cpu      24 B + 16 B
 
     Args:
         tree: Any tree, a `Sharded`, a `Replicated`, or a tree that has such as leaves.
 
     Returns:
-        A picture of one line per leaf: its dtype, the shape of the whole, how it is split, the bytes on each slot, and
-        where they are. The idea is that of `jax.debug.visualize_array_sharding`.
+        A picture of one line per leaf: its dtype, the shape of the whole, how it is split, the rows and bytes on each
+        slot, and where they are. The idea is that of `jax.debug.visualize_array_sharding`.
 
     Raises:
         TypeError: An object that holds tensors but is no tree.

@@ -3,14 +3,13 @@
 import abc
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
 _WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
-_COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 class Drawn(abc.ABC):
@@ -58,42 +57,21 @@ def _console(**options: Any) -> Any:
     return Console(**options, legacy_windows=False, force_jupyter=False)
 
 
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[str] = ()) -> Any:
-    """A table; the columns called `numbers` are aligned on the right."""
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> Any:
+    """A table, without the columns in which nothing stands; those called `numbers` are aligned on the right."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    rows = list(rows)
+    columns = [i for i in range(len(head)) if any(row[i] for row in rows)]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in head:  # what is folded is not cut
-        drawn.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for i in columns:  # what is folded is not cut
+        drawn.add_column(head[i], justify="right" if head[i] in numbers else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*[Text(cell) if isinstance(cell, str) else cell for cell in row])
+        drawn.add_row(*[Text(row[i]) for i in columns])
     return Group(Text(title, style="bold"), drawn)  # a title of the table itself would be folded to its width
-
-
-def bar(
-    pieces: Sequence[tuple[int, float, torch.device]], color_of: Callable[[torch.device], str], width: int = 16
-) -> Any:
-    """Slots side by side, each as wide as its share, in the color of its device."""
-    from rich.text import Text
-
-    total = sum(share for _, share, _ in pieces) or 1
-    text = Text("│")
-    for slot, share, device in pieces:
-        text.append(
-            str(slot).center(max(len(str(slot)), round(width * share / total))),
-            style=f"black on bright_{color_of(device)}",
-        )
-        text.append("│")
-    return text
-
-
-def colors(devices: Iterable[torch.device]) -> Callable[[torch.device], str]:
-    """A color for each device, the same wherever it is shown."""
-    known = {device: _COLORS[i % len(_COLORS)] for i, device in enumerate(dict.fromkeys(devices))}
-    return lambda device: known.get(device, "white")
 
 
 def count_text(count: int, one: str, many: str) -> str:

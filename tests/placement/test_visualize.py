@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
 import fdp
 from tests.common.containers import Batch, Point
@@ -16,8 +15,10 @@ from tests.common.numbers import numbers
 SLOTS = fdp.virtual_devices(3)
 
 
-def text(tree: Any) -> list[str]:
-    return str(fdp.visualize(tree)).splitlines()
+def lines_of(tree: Any) -> list[str]:
+    """The lines of the picture, with a bar between columns, and without the line below the head."""
+    title, *lines = str(fdp.visualize(tree)).splitlines()
+    return [title, *(re.sub(r" {3,}", " | ", line) for line in lines if not line.startswith("─"))]
 
 
 def in_terminal(drawn: Any, width: int = 80) -> str:
@@ -36,104 +37,107 @@ def letters(drawn: str) -> str:
 # ---- what it says
 
 
-def test_sharded():
-    tree = {"x": numbers(7, 3), "y": numbers(2, 7).float(), "scale": torch.tensor(1.0), "name": "train"}
-    assert text(fdp.scatter(tree, SLOTS, {"x": 0, "y": -1, "scale": 0, "name": 0})) == [
-        "Sharded: 3 slots, rows 3 + 2 x 2 (cpu: 0, 1, 2)",
-        "leaf        tensor          where                            bytes",
-        "──────────────────────────────────────────────────────────────────",
-        "['name']    str             whole",
-        "['scale']   float32[]       whole on cpu x 3               3 x 4 B",
-        "['x']       float64[7, 3]   │   0   │  1  │  2  │ dim 0      168 B",
-        "['y']       float32[2, 7]   │   0   │  1  │  2  │ dim -1      56 B",
-    ]
+def of_parallel_apply(fn: Any) -> Any:
+    return fdp.parallel_apply(fn, fdp.scatter(numbers(7, 3), SLOTS))
 
 
-def test_replicated():
-    assert text(fdp.replicate({"w": numbers(3, 2), "n": 4}, SLOTS)) == [
-        "Replicated: 3 slots (cpu: 0, 1, 2)",
-        "leaf    tensor          where                 bytes",
-        "───────────────────────────────────────────────────",
-        "['n']   int             whole",
-        "['w']   float64[3, 2]   whole on cpu x 3   3 x 48 B",
-    ]
-
-
-def test_a_tree_that_has_both_and_what_is_not_on_slots():
-    tree = Batch(
-        Point(fdp.scatter([numbers(4), numbers(4, 2)], SLOTS[:2]), fdp.replicate(numbers(2), SLOTS)), numbers(5), 3
-    )
-    assert text(tree) == [
-        "Batch of 5 leaves",
-        "leaf          tensor          where                          bytes",
-        "──────────────────────────────────────────────────────────────────",
-        "tree.x.x[0]   float64[4]      │   0    │   1    │ dim 0       32 B",
-        "tree.x.x[1]   float64[4, 2]   │   0    │   1    │ dim 0       64 B",
-        "tree.x.y      float64[2]      whole on cpu x 3            3 x 16 B",
-        "tree.y        float64[5]      cpu                             40 B",
-        "tree.tag      int",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("tree", "title", "line"),
-    [
-        (torch.tensor(2.0), "Tensor of 1 leaf", "tree   float32[]   cpu       4 B"),
-        (3, "int of 1 leaf", "tree   int"),
-        ({}, "dict of 0 leaves", None),
-        (nn.Linear(3, 2).state_dict(), "OrderedDict of 2 leaves", "tree['weight']   float32[2, 3]   cpu      24 B"),
-    ],
-    ids=["0-dim", "int", "empty", "state"],
+MIXED = Batch(
+    Point(fdp.scatter([numbers(4), numbers(4, 2)], SLOTS[:2]), fdp.replicate(numbers(2), SLOTS)), numbers(5), 3
 )
-def test_trees_in_one_piece(tree: Any, title: str, line: str | None):
-    lines = text(tree)
-    assert lines[0] == title
-    assert line is None or line in lines
+SAID: dict[str, tuple[Any, list[str]]] = {
+    "sharded": (
+        fdp.scatter(
+            {"x": numbers(7, 3), "y": numbers(2, 7).float(), "scale": torch.tensor(1.0), "name": "train"},
+            SLOTS,
+            {"x": 0, "y": -1, "scale": 0, "name": 0},
+        ),
+        [
+            "Sharded: 3 slots, rows 3 + 2 x 2 (cpu: 0, 1, 2)",
+            "leaf | tensor | how | rows | on | bytes per slot",
+            "['name'] | str | whole",
+            "['scale'] | float32[] | whole | 3 x cpu | 3 x 4 B",
+            "['x'] | float64[7, 3] | split along dim 0 | 3 + 2 x 2 | 3 x cpu | 72 B + 2 x 48 B",
+            "['y'] | float32[2, 7] | split along dim -1 | 3 + 2 x 2 | 3 x cpu | 24 B + 2 x 16 B",
+        ],
+    ),
+    "replicated": (
+        fdp.replicate({"w": numbers(3, 2), "n": 4}, SLOTS),
+        [
+            "Replicated: 3 slots (cpu: 0, 1, 2)",
+            "leaf | tensor | how | on | bytes per slot",
+            "['n'] | int | whole",
+            "['w'] | float64[3, 2] | whole | 3 x cpu | 3 x 48 B",
+        ],
+    ),
+    "on several devices": (
+        fdp.replicate(numbers(3), ["cpu", "meta", "cpu"]),
+        [
+            "Replicated: 3 slots (cpu: 0, 2; meta: 1)",
+            "leaf | tensor | how | on | bytes per slot",
+            "(all) | float64[3] | whole | cpu + meta + cpu | 3 x 24 B",
+        ],
+    ),
+    "both, and what is not on slots": (
+        MIXED,
+        [
+            "Batch of 5 leaves",
+            "leaf | tensor | how | rows | on | bytes per slot",
+            "tree.x.x[0] | float64[4] | split along dim 0 | 2 x 2 | 2 x cpu | 2 x 16 B",
+            "tree.x.x[1] | float64[4, 2] | split along dim 0 | 2 x 2 | 2 x cpu | 2 x 32 B",
+            "tree.x.y | float64[2] | whole | 3 x cpu | 3 x 16 B",
+            "tree.y | float64[5] | cpu | 40 B",
+            "tree.tag | int",
+        ],
+    ),
+    "0-dim": (
+        torch.tensor(2.0),
+        ["Tensor of 1 leaf", "leaf | tensor | on | bytes per slot", "tree | float32[] | cpu | 4 B"],
+    ),
+    "int": (3, ["int of 1 leaf", "leaf | tensor", "tree | int"]),
+    "empty": ({}, ["dict of 0 leaves"]),
+    "items": (
+        fdp.scatter(
+            {"images": [numbers(i, 2) for i in range(4)], "names": list("abcd")},
+            SLOTS,
+            {"images": "items", "names": "items"},
+        ),
+        [
+            "Sharded: 3 slots, rows 2 + 2 x 1 (cpu: 0, 1, 2)",
+            "leaf | tensor | how | rows | on | bytes per slot",
+            "['images'] | list | split by items | 2 + 2 x 1 | 3 x cpu | 16 B + 32 B + 48 B",
+            "['names'] | list | split by items | 2 + 2 x 1 | 3 x cpu",
+        ],
+    ),
+    "results": (
+        of_parallel_apply(lambda x: {"sum": x.sum(), "rows": x, "n": len(x)}),
+        [
+            "Sharded: 3 slots (cpu: 0, 1, 2)",
+            "leaf | tensor | how | on | bytes per slot",
+            "['n'] | int | each its own",
+            "['rows'] | float64[3, 3] + [2, 3] | each its own | 3 x cpu | 72 B + 2 x 48 B",
+            "['sum'] | float64[] | each its own | 3 x cpu | 3 x 8 B",
+        ],
+    ),
+    "no rows": (
+        fdp.scatter(numbers(0), SLOTS),
+        [
+            "Sharded: 1 slot, rows 0 (cpu: 0)",
+            "leaf | tensor | how | rows | on | bytes per slot",
+            "(all) | float64[0] | split along dim 0 | 0 | cpu | 0 B",
+        ],
+    ),
+}
 
 
-def test_a_whole_tree_that_is_one_tensor():
-    assert "(all)   float64[7]   │   0   │  1  │  2  │ dim 0    56 B" in text(fdp.scatter(numbers(7), SLOTS))
-
-
-def test_lists_by_items():
-    tree = {"images": [numbers(i, 2) for i in range(4)], "names": list("abcd")}
-    lines = text(fdp.scatter(tree, SLOTS, {"images": "items", "names": "items"}))
-    assert lines[3:] == [
-        "['images']   list     │   0    │ 1  │ 2  │ items    96 B",
-        "['names']    list     │   0    │ 1  │ 2  │ items",
-    ]
-
-
-def test_results_of_parallel_apply():
-    batch = fdp.scatter(numbers(7, 3), SLOTS)
-    result = fdp.parallel_apply(lambda x: {"sum": x.sum(), "rows": x, "n": len(x)}, batch)
-    assert text(result) == [
-        "Sharded: 3 slots (cpu: 0, 1, 2)",
-        "leaf       tensor                   where                               bytes",
-        "─────────────────────────────────────────────────────────────────────────────",
-        "['n']      int                      each its own",
-        "['rows']   float64[3, 3] + [2, 3]   each its own on cpu x 3   72 B + 2 x 48 B",
-        "['sum']    float64[]                each its own on cpu x 3           3 x 8 B",
-    ]
+@pytest.mark.parametrize("name", SAID)
+def test_what_it_says(name: str):
+    tree, want = SAID[name]
+    assert lines_of(tree) == want
 
 
 def test_results_of_other_structure_on_each_slot():
-    batch = fdp.scatter(numbers(7, 3), SLOTS)
-    lines = text(fdp.parallel_apply(lambda x: {"a": x} if fdp.axis_index() else [x, 2], batch))
-    assert [line.split("  ")[0] for line in lines[3:]] == ["[0][0]", "[0][1]", "[1]['a']", "[2]['a']"]
-
-
-def test_slots_without_rows_and_no_rows():
-    assert "│     0      │ 1  │2│ dim 0" in str(
-        fdp.visualize(fdp.scatter(numbers(4), SLOTS, weights=[3, 1, 0], keep_empty=True))
-    )
-    assert "│0│ dim 0" in str(fdp.visualize(fdp.scatter(numbers(0), SLOTS)))
-
-
-def test_devices_that_differ():
-    lines = text(fdp.replicate(numbers(3), ["cpu", "meta", "cpu"]))
-    assert lines[0] == "Replicated: 3 slots (cpu: 0, 2; meta: 1)"
-    assert "whole on cpu x 2, meta" in lines[3]
+    lines = lines_of(of_parallel_apply(lambda x: {"a": x} if fdp.axis_index() else [x, 2]))
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["[0][0]", "[0][1]", "[1]['a']", "[2]['a']"]
 
 
 # ---- room
@@ -147,15 +151,10 @@ def test_many_slots(rows: int, keep_empty: bool, count: int):
         {"x": numbers(rows, 2), "s": torch.tensor(1)}, fdp.virtual_devices(count), keep_empty=keep_empty
     )
     picture = fdp.visualize(batch)
-    plain = str(picture)
-    assert all(f"float64[{rows}, 2]" in line for line in plain.splitlines() if line.startswith("['x']"))
-    assert letters(in_terminal(picture)) == letters(plain)
-    if len(batch) > 8:
-        (runs,) = re.findall(r"rows ([0-9x +]+) along dim 0", plain)
-        counted = [run.rpartition(" x ") for run in runs.split(" + ")]
-        assert tuple(int(size) for count, _, size in counted for _ in range(int(count or 1))) == batch.sizes
-    else:
-        assert "│ dim 0" in plain
+    assert letters(in_terminal(picture)) == letters(str(picture))
+    (line,) = [line for line in lines_of(batch) if line.startswith("['x']")]
+    counted = [run.rpartition(" x ") for run in line.split(" | ")[3].split(" + ")]
+    assert tuple(int(size) for count, _, size in counted for _ in range(int(count or 1))) == batch.sizes
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

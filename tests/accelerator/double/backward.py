@@ -21,6 +21,7 @@ from fdp.testing._virtual_tensor import VirtualTensor
 from tests.accelerator.double import streams
 
 Result = Sequence[torch.Tensor | None]
+_is_legacy_batched: Any = torch_private.find("torch._C._functorch.is_legacy_batchedtensor")
 
 
 class _Here(threading.local):
@@ -60,7 +61,7 @@ def install() -> None:
 def _has_threads(roots: Any) -> bool:
     if _HERE.is_device_thread or not torch_private.is_multithreading_enabled():
         return False
-    if torch_private.is_transformed() or any(map(torch._C._functorch.is_legacy_batchedtensor, roots)):
+    if torch_private.is_transformed() or any(map(_is_legacy_batched, roots)):
         return False
     return any(x.device.type == virtual.NAME for x in roots)
 

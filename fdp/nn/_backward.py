@@ -181,13 +181,13 @@ class _OnSlot:
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         frozen, buffers = kwargs.pop(_REST)
-        recipe, states = recipe_of(self.module)
+        recipe, look = recipe_of(self.module)
         if recipe.takes_own_statistics():
             say_own(self.module)
         given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
-        own = dict(zip(recipe.numbers, recipe.own(states)[1:], strict=False))
+        own = dict(zip(recipe.numbers, recipe.own(look)[1:], strict=False))
         _make_parameters(given, own or dict(self.module.named_parameters()))
-        with stand_in(self.module, recipe, states, given) as made:
+        with stand_in(self.module, recipe, look, given) as made:
             out = self.loss(made.modules[0], *args, **kwargs)
             now = dict(made.modules[0].named_buffers())
         if not self.has_aux and not isinstance(out, tuple):

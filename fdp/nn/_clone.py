@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fdp.nn._copier import Copier
 from fdp.nn._reachable import OF_CLONE
-from fdp.nn._recipe import Recipe
-from fdp.nn._tree import FLAGS, HOOKS, OF_STATE, Attributes, join
+from fdp.nn._recipe import Look, Recipe
+from fdp.nn._tree import FLAGS, HOOKS, OF_STATE, join
 
 _EMPTY = OrderedDict[Any, Any]()
 _new = object.__new__
@@ -26,7 +26,7 @@ class Clone(NamedTuple):
 
 def clone(
     recipe: Recipe,
-    states: Sequence[Attributes],
+    look: Look,
     tensors: Sequence[Any],
     *,
     shares: bool,
@@ -40,10 +40,9 @@ def clone(
     note, made = recipe.note, list[Any](map(_new, recipe.kinds()))
     links: list[Any] = [*made, None]  # the last one is number -1
     child, tensor = map(links.__getitem__, note.children), map(tensors.__getitem__, note.tensors)
-    for (children, params, buffers), (plain, shared), state, module in zip(
-        note.keys, note.plain, states, made, strict=True
-    ):
-        own = plain.copy()
+    states, plain = look
+    for (children, params, buffers), (begin, shared), state, module in zip(note.keys, plain, states, made, strict=True):
+        own = begin.copy()
         for key in shared:
             own[key] = state[key]
         if replica is not None:
@@ -59,15 +58,12 @@ def clone(
     unnamed = list(zip(recipe.unnamed, tensors[len(recipe.numbers) + 1 :], strict=True))
     if not recipe.odd:
         return Clone(made, unnamed)
-    own_tensors = recipe.own(states)
+    own_tensors = recipe.own(look)
     of = dict(zip(recipe.ids, made, strict=False)) | dict(zip(map(id, own_tensors[1:]), tensors[1:], strict=True))
     copier = Copier(of, lambda module, path: module, shares=shares)
     for i, path, keys in recipe.odd:
         copied = {key: copier.copy(states[i][key], join(path, key)) for key in keys}
-        hooks = (
-            {key: copied.pop(key, _EMPTY).copy() for key in (*HOOKS, *FLAGS)}
-            if not copied.keys().isdisjoint(HOOKS)
-            else {}
-        )
-        vars(made[i]).update(copied, **hooks)
+        if not copied.keys().isdisjoint(HOOKS):
+            copied |= {key: copied.get(key, _EMPTY).copy() for key in (*HOOKS, *FLAGS)}
+        vars(made[i]).update(copied)
     return Clone(made, [*unnamed, *copier.plain])

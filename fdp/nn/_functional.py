@@ -44,7 +44,7 @@ class Apply:
         module = self._module
         if torch.compiler.is_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
-        recipe, states = recipe_of(module)
+        recipe, look = recipe_of(module)
         if recipe.takes_own_statistics():
             say_own(module)
         _check_names(params, buffers, recipe.params, recipe.buffers)
@@ -52,7 +52,7 @@ class Apply:
         given = {**params, **copies}
         before = _versions(params.values())
         try:
-            with stand_in(module, recipe, states, given, shares=False) as made:
+            with stand_in(module, recipe, look, given, shares=False) as made:
                 paths, plain = [path for path, _ in made.plain], [tensor for _, tensor in made.plain]
                 of_plain = _versions(plain)
                 out = made.modules[0](*args, **kwargs)

@@ -62,7 +62,7 @@ def functional_call(
         return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
-    recipe, states = recipe_of(module)
+    recipe, look = recipe_of(module)
     if recipe.takes_own_statistics():
         say_own(module)
     known = {name: x for name, x in given.items() if tie_weights and name in recipe.names and isinstance(x, Tensor)}
@@ -70,7 +70,7 @@ def functional_call(
     plain = plain and not isinstance(module, torch.jit.ScriptModule | nn.DataParallel)
     plain = plain and (not strict or given.keys() == recipe.numbers.keys())
     tensors = given if plain else {} if recipe.in_place else known
-    with stand_in(module, recipe, states, tensors) as made:
+    with stand_in(module, recipe, look, tensors) as made:
         if plain:
             return made.modules[0](*args, **kwargs)
         # Torch says what is wrong with the names, or ties the tensors in its own way.

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -33,7 +33,8 @@ class Recipe:
         states = list(map(vars, tree.all))
         self._refs, self._kinds = list(map(weakref.ref, tree.all)), [weakref.ref(type(part)) for part in tree.all]
         self._is_clone, self._registered, self.ids = is_clone(module), tree.registered, tree.numbers
-        self._marks, self.note = _marks(states), note(states, self.ids, self._registered)
+        marks, self.note = _marks(states), note(states, self.ids, self._registered)
+        self._kept = marks, self.note.plain  # at once: threads would mix them up
         self.odd = [
             (i, path, keys) for i, (path, keys) in enumerate(zip(tree.paths, self.note.odd, strict=True)) if keys
         ]
@@ -71,22 +72,24 @@ class Recipe:
         """The class of each module."""
         return [ref() for ref in self._kinds]
 
-    def fitting(self) -> list[Attributes] | None:
-        """The attributes of each module as they are now; None if they are not what was noted."""
+    def fitting(self) -> "Look | None":
+        """The module as it is now; None if that is not what was noted."""
         parts = [ref() for ref in self._refs]
         if not parts or list(map(type, parts)) != self.kinds():
             return None
         states = [part.__dict__ for part in parts]
-        marks = _marks(states)
-        if marks != self._marks:
+        marks, (before, plain) = _marks(states), self._kept
+        if marks != before:
             now = note(states, self.ids, self._registered)
             if now[:-1] != self.note[:-1]:
                 return None
-            self.note, self._marks = now, marks  # of before the look: another thread may have written since
+            plain = now.plain
+            self._kept = marks, plain  # marks of before the look: another thread may have written since
         if self._outside.are_others():
             return None
         try:
-            return states if self.in_place or not self.odd or self._way_back(states) is None else None
+            fits = self.in_place or not self.odd or self._way_back(states) is None
+            return Look(states, plain) if fits else None
         except (KeyError, RecursionError):  # there is a module that was not
             return None
 
@@ -110,24 +113,31 @@ class Recipe:
             refuse_clone(module, path)
         raise KeyError(path)
 
-    def own(self, states: Sequence[Attributes]) -> list[Any]:
+    def own(self, look: "Look") -> list[Any]:
         """The module's own tensors by number."""
-        return [None, *[states[i][registry][key] for i, registry, key in self.note.places]]
+        return [None, *[look.states[i][registry][key] for i, registry, key in self.note.places]]
 
-    def others(self, states: Sequence[Attributes]) -> list[Any]:
+    def others(self, look: "Look") -> list[Any]:
         """Those that have no name."""
-        return [states[i][registry][key] for i, registry, key in self.note.places[len(self.numbers) :]]
+        return [look.states[i][registry][key] for i, registry, key in self.note.places[len(self.numbers) :]]
 
     def takes_own_statistics(self) -> bool:
         """Whether several slots do not compute what one device does."""
         return any(takes_own(part) for ref in self._norms if (part := ref()) is not None)
 
 
+class Look(NamedTuple):
+    """What a module is like in a call: the attributes of each part, and what its clones begin with."""
+
+    states: list[Attributes]
+    plain: list[tuple[Attributes, list[str]]]
+
+
 _RECIPES: dict[int, tuple[weakref.ref[nn.Module], Recipe]] = {}
 
 
-def recipe_of(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
-    """The recipe of a module as it is now, and the attributes of each part."""
+def recipe_of(module: nn.Module) -> tuple[Recipe, Look]:
+    """The recipe of a module as it is now, and the look at it."""
     if torch_private.is_parametrize_caching():
         raise RuntimeError(
             f"A call of this {type(module).__name__} with other tensors inside torch.nn.utils.parametrize.cached(), "
@@ -140,17 +150,17 @@ def recipe_of(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
     return found
 
 
-def _fitting(module: nn.Module) -> tuple[Recipe, list[Attributes]] | None:
+def _fitting(module: nn.Module) -> tuple[Recipe, Look] | None:
     ref, recipe = _RECIPES.get(id(module), (None, None))
-    if ref is None or recipe is None or ref() is not module or (states := recipe.fitting()) is None:
+    if ref is None or recipe is None or ref() is not module or (look := recipe.fitting()) is None:
         return None
-    return recipe, states
+    return recipe, look
 
 
-def _new(module: nn.Module) -> tuple[Recipe, list[Attributes]]:
+def _new(module: nn.Module) -> tuple[Recipe, Look]:
     key, recipe = id(module), Recipe(module)
     _RECIPES[key] = weakref.ref(module, lambda _: _RECIPES.pop(key, None)), recipe
-    return recipe, [vars(part) for ref in recipe._refs if (part := ref()) is not None]
+    return recipe, Look([vars(part) for ref in recipe._refs if (part := ref()) is not None], recipe.note.plain)
 
 
 def _marks(states: Sequence[Attributes]) -> list[int]:

@@ -11,7 +11,7 @@ from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy, is_expanded
 from fdp._trees.types import DeviceLike
 from fdp.nn._clone import clone
-from fdp.nn._recipe import Recipe, recipe_of
+from fdp.nn._recipe import Look, Recipe, recipe_of
 from fdp.nn._stand_in import Tensors, stand_in, why_in_place
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,10 +70,10 @@ def replicas_of(
     source: torch.device | None = None,
 ) -> list[M]:
     """Clones over the module's tensors, which are on the `source`, and over copies of them for the other devices."""
-    recipe, states = recipe_of(module)
+    recipe, look = recipe_of(module)
     if recipe.reason is not None:
         raise RuntimeError(f"{where}: there can be no replica of this {type(module).__name__}: {recipe.reason}")
-    own, count = recipe.own(states), len(recipe.numbers) + 1
+    own, count = recipe.own(look), len(recipe.numbers) + 1
     if any(map(is_lazy, own[1:count])):  # the message is torch's
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
@@ -95,7 +95,7 @@ def replicas_of(
     made: list[Any] = [
         InPlace(module, recipe, dict(zip(recipe.numbers, tensors, strict=True)))
         if why_in_place(recipe)
-        else clone(recipe, states, [None, *tensors, *own[count:]], shares=True, replica=marks).modules[0]
+        else clone(recipe, look, [None, *tensors, *own[count:]], shares=True, replica=marks).modules[0]
         for tensors in copies
     ]
     return made
@@ -112,7 +112,7 @@ class InPlace(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
         module: nn.Module = vars(self)["_original"]
-        with stand_in(module, vars(self)["_recipe"], [], vars(self)["tensors"]):
+        with stand_in(module, vars(self)["_recipe"], Look([], []), vars(self)["tensors"]):
             return module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """What is called in place of a module with other tensors: a clone of it, or itself where no clone can stand for it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from fdp._placement.transfers import differences
 from fdp._transforms.own_statistics import say_once
 from fdp._trees import torch_private
 from fdp.nn._clone import Clone, clone
-from fdp.nn._recipe import Recipe
-from fdp.nn._tree import Attributes
+from fdp.nn._recipe import Look, Recipe
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -32,7 +31,7 @@ def why_in_place(recipe: Recipe) -> str | None:
 
 @contextlib.contextmanager
 def stand_in(
-    module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any], *, shares: bool = True
+    module: nn.Module, recipe: Recipe, look: Look, given: dict[str, Any], *, shares: bool = True
 ) -> Iterator[Clone]:
     """As a context: what stands for the module with tensors under names of it; its own stand for those left out.
 
@@ -45,12 +44,12 @@ def stand_in(
             yield Clone([module])
         return
     if [*given] == [*recipe.numbers]:  # the usual case: there is nothing to look up
-        names, tensors = recipe.usual, [None, *given.values(), *recipe.others(states)]
+        names, tensors = recipe.usual, [None, *given.values(), *recipe.others(look)]
     else:
-        names, tensors = {recipe.names[name]: name for name in given}, recipe.own(states)
+        names, tensors = {recipe.names[name]: name for name in given}, recipe.own(look)
         for number, name in names.items():
             tensors[number] = given[name]
-    made = clone(recipe, states, tensors, shares=shares)
+    made = clone(recipe, look, tensors, shares=shares)
     try:
         yield made
     finally:
@@ -62,7 +61,7 @@ def stand_in(
                 elif is_first:
                     given[name] = now
             elif now is not tensors[number] and now is not _GONE:
-                states[i]["_buffers"][key] = now
+                look.states[i]["_buffers"][key] = now
 
 
 _GONE = object()

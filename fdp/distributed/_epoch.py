@@ -141,13 +141,11 @@ class Epoch:
         self.check(tag)
         if tensor.device.type != "cpu":
             self.has_sent_elsewhere = True
-            return start(dist.group.WORLD).wait  # which waits in the stream of the device, and not here
+            work = self._or_lost(tag, lambda: start(dist.group.WORLD))
+            return lambda: self._or_lost(tag, work.wait)  # it waits in the stream of the device, and not here
         self._count += not is_more
         group = self.group(tag, key)
-        try:
-            work = start(group)
-        except RuntimeError as error:  # a connection is closed already
-            self._lost(tag, error)
+        work = self._or_lost(tag, lambda: start(group))
         self._pending.append(work)
         return functools.partial(self._finish, work, tag)
 
@@ -267,6 +265,12 @@ class Epoch:
                 self._compare(tag, notes, places)
             time.sleep(0.01)
         self._raise(f"{tag.name}: the processes do not fit together")
+
+    def _or_lost(self, tag: Tag, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RuntimeError as error:  # a connection is closed
+            self._lost(tag, error)
 
     def _lost(self, tag: Tag, error: Exception | None, places: Mapping[int, Waiting] | None = None) -> NoReturn:
         """Raise for those that do not answer any more: they may have said why."""

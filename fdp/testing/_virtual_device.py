@@ -49,6 +49,10 @@ def is_available() -> bool:
     return device_count() > 0
 
 
+def is_initialized() -> bool:
+    return False  # nothing is lost in a fork
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

@@ -66,6 +66,9 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "late"
 
+    def get_group_store(self) -> Any:
+        return self._store
+
     def check(self) -> None:
         """Raise if it was aborted."""
         if self.aborted is not None:

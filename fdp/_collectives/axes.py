@@ -16,7 +16,9 @@ AxisName = str | Sequence[str]
 
 def axis_of(where: str, name: str) -> Axis:
     """The innermost axis of a name."""
-    if torch.compiler.is_compiling():  # under fullgraph an error with this text, else the code goes on uncompiled
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # under fullgraph an error with this text, else the code goes on uncompiled
         torch_private.graph_break("collectives and axis_index cannot be compiled; compile what is between them")
     axes = AXES.get()
     for axis in reversed(axes):

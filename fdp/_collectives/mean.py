@@ -80,7 +80,7 @@ def _values(xs: Sequence[Any]) -> list[Any]:
     """What numbers or tensors are, in one read; None where that cannot be told: under `vmap` it may be many."""
     if not isinstance(xs[0], Tensor):
         return list(xs)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return [None] * len(xs)
     wrapped = [layers(x) for x in xs]
     if any(torch_private.is_batched(layer) for each in wrapped for layer in each):

@@ -93,7 +93,7 @@ def run_all(
     lacks_slots: bool = False,
 ) -> list[Any]:
     """`run`, with all results in a list; while compiling too."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return traced(tasks, seed)
     results: list[Any] = [None] * len(tasks)
     run(tasks, slots, results.__setitem__, executor, seed, peers, lacks_slots=lacks_slots)

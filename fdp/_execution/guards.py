@@ -37,7 +37,7 @@ _FORWARD = (
 
 def refuse_beside(what: str, why: str = _GENERATOR) -> None:
     """Raise in a shard that runs beside others."""
-    if not torch.compiler.is_compiling() and BESIDE.get():
+    if not torch.compiler.is_dynamo_compiling() and BESIDE.get():
         raise RuntimeError(f"executor='threads': the function calls {what}, {why}")
 
 
@@ -76,7 +76,7 @@ def _guard_functional_call() -> None:
         module: torch.nn.Module, parameters_and_buffers: Any, args: Any = None, kwargs: Any = None, **options: bool
     ) -> Any:
         # A shard's own backward, which may call again what it has checkpointed, is in no slot, but beside others.
-        is_alone = torch.compiler.is_compiling() or not (AXES.get() or BESIDE.get())
+        is_alone = torch.compiler.is_dynamo_compiling() or not (AXES.get() or BESIDE.get())
         ours = None if is_alone else _functional_call
         return (ours or theirs)(module, parameters_and_buffers, args, kwargs, **options)
 

@@ -135,7 +135,7 @@ def differing_integers(shards: Sequence[Sequence[Any]], flat: Flat) -> list[tupl
     Each comes with its position, and with what is wrong.
     """
     found = [i for i, spec in enumerate(flat.specs) if must_agree(flat.leaves[i], spec)]
-    if not found or len(shards) < 2 or torch.compiler.is_compiling():
+    if not found or len(shards) < 2 or torch.compiler.is_dynamo_compiling():
         return []
     device = layers(flat.leaves[found[0]])[-1].device
     if device.type == "meta":

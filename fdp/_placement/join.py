@@ -41,7 +41,7 @@ def join(
             path, one, other = first_difference(first.structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     resolve_specs(first)
-    is_compiling = torch.compiler.is_compiling()  # ids would become guards on these very tensors
+    is_compiling = torch.compiler.is_dynamo_compiling()  # ids would become guards on these very tensors
     problems: list[tuple[int, str]] = []
     leaves: list[Any] = []
     are_here = not is_compiling and all(_are_on(device, flat.leaves) for flat in flats)
@@ -107,7 +107,7 @@ def _brought(
     """What is needed of a leaf, on the device. What several slots have returned is copied once."""
     if spec == "items":
         return [to_device(value, device, flat.path(index)) for value in column]
-    if spec is None or (must_agree(column[0], spec) and not torch.compiler.is_compiling()):
+    if spec is None or (must_agree(column[0], spec) and not torch.compiler.is_dynamo_compiling()):
         column = column[:1]  # nobody needs the others there
     return [
         _copied(value, device, flat, index, packed, memo)
@@ -120,7 +120,7 @@ def _brought(
 def _copied(
     value: torch.Tensor, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # an id would become a guard on this very tensor
+    if torch.compiler.is_dynamo_compiling():  # an id would become a guard on this very tensor
         return copy_or_packed(value, device, flat, index, {})
     key = id(value), device
     if key not in memo:
@@ -144,7 +144,7 @@ def _joined(column: Column, spec: Any, weights: Weights) -> Any:
 def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
     """The weighted mean. Integers must agree; a tensor of weight 0 is left out, not multiplied: NaN * 0 is NaN."""
     if not is_inexact(tensors[0]):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             for tensor in tensors[1:]:
                 torch.ops.aten._assert_async.msg(
                     (tensor == tensors[0]).all(), "integers under 'mean' differ between shards"
@@ -176,7 +176,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 
 
 def _structures_differ(one: Any, other: Any) -> bool:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return one != other
     # The compiler of torch before 2.13 does not compare optree's structures, nor does that of 2.13 on Python 3.13.
     if one.type is not other.type or one.entries() != other.entries():

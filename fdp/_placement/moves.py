@@ -21,7 +21,7 @@ Memo = dict[Any, Any]
 
 def new_memo() -> Memo | None:
     """None while compiling: an id would become a guard on this very tensor."""
-    return None if torch.compiler.is_compiling() else {}
+    return None if torch.compiler.is_dynamo_compiling() else {}
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -122,7 +122,7 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def add_to(own: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The sum, in the memory of the first where that can be; nobody else has that one: it is a sum itself."""
-    if torch.compiler.is_compiling() or torch_private.is_transformed():  # a batched one fits into no other
+    if torch.compiler.is_dynamo_compiling() or torch_private.is_transformed():  # a batched one fits into no other
         return add(own, tensor)
     is_graph = own.requires_grad or (tensor.requires_grad and torch.is_grad_enabled())
     if is_graph or not type(own) is type(tensor) is torch.Tensor or own.dtype is not tensor.dtype:

@@ -140,7 +140,7 @@ def packed_copies(tensors: Iterable[Tensor], devices: Iterable[torch.device]) ->
     transform of torch.func, and what only a copy of its own would keep as it is: strides, subclasses.
     """
     found: dict[tuple[int, torch.device], Tensor] = {}
-    if torch.compiler.is_compiling() or torch_private.is_transformed():
+    if torch.compiler.is_dynamo_compiling() or torch_private.is_transformed():
         return found
     sources: dict[torch.device, dict[int, Tensor]] = {}
     for tensor in tensors:

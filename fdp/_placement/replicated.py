@@ -72,7 +72,7 @@ class Replicated(Slots):
             if other.devices != self.devices or other.peers is not self.peers:
                 raise ValueError(f"Replicated.map: others[{i}] is on other slots: {other!r}, the first is {self!r}")
         columns = list(zip(self.shards, *(other.shards for other in others), strict=True))
-        may_share = len(set(self.devices)) < len(self) and not torch.compiler.is_compiling()
+        may_share = len(set(self.devices)) < len(self) and not torch.compiler.is_dynamo_compiling()
         before = list(map(_versions, columns)) if may_share else []
         shards: list[Tree] = []
         for slot, trees in enumerate(columns):

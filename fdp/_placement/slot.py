@@ -56,5 +56,5 @@ AXES: contextvars.ContextVar[tuple[Axis, ...]] = contextvars.ContextVar("fdp_axe
 def current_slot() -> Slot | None:
     """The slot that this code runs in, innermost call first; None outside of mapped functions."""
     # A traced function cannot read context variables.
-    axes = () if torch.compiler.is_compiling() else AXES.get()
+    axes = () if torch.compiler.is_dynamo_compiling() else AXES.get()
     return axes[-1].slot if axes else None

@@ -110,7 +110,7 @@ class Named(Protocol):
 
 def report(tensor: torch.Tensor, target: torch.device, flat: Named, index: int) -> None:
     """Write to the open logs that a leaf is copied to another device; its path is found only if there are any."""
-    if torch.compiler.is_compiling():  # a traced function cannot read context variables
+    if torch.compiler.is_dynamo_compiling():  # a traced function cannot read context variables
         return
     for watch in WATCHES.get():
         watch.copies.append(Transfer(flat.path(index), nbytes_of(tensor), tensor.device, target))

@@ -87,7 +87,7 @@ def check_several(fn: Function, given: Args, where: str) -> None:
     """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
     args, kwargs = given.trees[: given.positional], dict.fromkeys(given.keywords)
     several = [(i, found) for i, found in enumerate(map(_elements, args)) if found is not None and len(found) != 1]
-    if not several or torch.compiler.is_compiling():
+    if not several or torch.compiler.is_dynamo_compiling():
         return
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments

@@ -49,7 +49,7 @@ def run(made: Callable[[], Call], where: str, devices: Devices, held: Iterable[T
 
 def bind(call: Call) -> tuple[Plan, State]:
     """Look at a call, and find its plan, or make it."""
-    is_compiling = torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_dynamo_compiling()
     leaves, structure = _flattened(call, is_compiling)
     given, held = (leaves, ()) if _TENSORS.issuperset(map(type, leaves)) else held_in(leaves)
     around = look_around(given, is_compiling)
@@ -125,7 +125,7 @@ def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:
 def planned(call: Call, flat: Flat) -> tuple[Plan, State]:
     """The plan and the state of a call with these leaves, in this process alone. Nothing is kept."""
     given = held_in(flat.leaves)[0]
-    plan = decide(call, flat, look_around(given, torch.compiler.is_compiling()), ALONE)
+    plan = decide(call, flat, look_around(given, torch.compiler.is_dynamo_compiling()), ALONE)
     return plan, State(call, plan, flat.leaves, flat.structure, given)
 
 

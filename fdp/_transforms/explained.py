@@ -23,7 +23,7 @@ from fdp._trees.types import Function, Tree
 
 def explained(call: Call) -> Plan:
     """What a call will do: its plan, and what its steps do with tensors without data."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
     if torch_private.is_transformed():
         raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")

@@ -99,7 +99,9 @@ def refusal(obj: Any) -> Refusal | None:
     if isinstance(obj, _USED_UP):  # to look inside would use it up
         way_out = "Pass a list or a dict; for the parameters of a module fdp.functional(module)"
         return Refusal(f"a {name}, which one slot would use up", "", way_out)
-    path, found = _tensor_inside(obj) or (_tensor_in_traced(obj) if torch.compiler.is_compiling() else ("", None))
+    path, found = _tensor_inside(obj) or (
+        _tensor_in_traced(obj) if torch.compiler.is_dynamo_compiling() else ("", None)
+    )
     if found is None:
         return None
     if found is TOO_MANY:

@@ -17,7 +17,7 @@ NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 def is_profiling() -> bool:
     """Whether ranges are wanted. The flag is one for all threads: a profiler may watch those in which shards run."""
-    return profiler._is_profiler_enabled and not torch.compiler.is_compiling()
+    return profiler._is_profiler_enabled and not torch.compiler.is_dynamo_compiling()
 
 
 def stage(name: str, number: int | None = None) -> contextlib.AbstractContextManager[object]:

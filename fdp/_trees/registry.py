@@ -71,7 +71,7 @@ def is_leaf(tree: Tree) -> bool:
 
 
 def flattened(tree: Tree, name: str) -> tuple[list[Any], optree.PyTreeSpec]:
-    if type(tree) is torch.Tensor and not torch.compiler.is_compiling():  # which has structures of its own
+    if type(tree) is torch.Tensor and not torch.compiler.is_dynamo_compiling():  # which has structures of its own
         return [tree], _LEAF
     leaves, structure = by_optree(tree, name)
     unknown = set(map(type, leaves)) - PLAIN_LEAVES
@@ -103,7 +103,7 @@ flatten_plainly: Any = functools.partial(optree.tree_flatten, namespace=NAMESPAC
 
 def by_optree(tree: Tree, name: str | None = None, by: Callable[..., Any] = optree.tree_flatten) -> Any:
     """What optree makes of a tree, or an error that says where it has no end."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _trace_dicts()
     try:
         return by(tree, namespace=NAMESPACE)
@@ -121,7 +121,7 @@ def register_nodes(tree: Tree, name: str | None = None) -> None:
     """Register the containers in disguise among the leaves, and then those inside them."""
     unknown = {type(leaf) for leaf in by_optree(tree, name, optree.tree_leaves)} - PLAIN_LEAVES
     found = [cls.__name__ for cls in unknown if _register(cls)]
-    if found and torch.compiler.is_compiling():  # what is being traced does not see it
+    if found and torch.compiler.is_dynamo_compiling():  # what is being traced does not see it
         raise TreeTypeError(
             f"{', '.join(found)} was met for the first time, while compiling. Call once without compile"
         )

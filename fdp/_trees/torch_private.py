@@ -183,7 +183,7 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # pyright: ignore[reportP
 
 def fake_mode() -> Any:
     """The mode of fake tensors, if the call is on these. That of the compiler is not the user's."""
-    if torch.compiler.is_compiling() or not len_torch_dispatch_stack():
+    if torch.compiler.is_dynamo_compiling() or not len_torch_dispatch_stack():
         return None
     kind = fake_tensors().FakeTensorMode
     return next((mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)

@@ -41,7 +41,7 @@ def api_boundary(names: Mapping[str, str] | None = None) -> Callable[[Callable[P
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
-                if not torch.compiler.is_compiling():
+                if not torch.compiler.is_dynamo_compiling():
                     _advise(error, names)
                     hide_frames(error)
                 raise

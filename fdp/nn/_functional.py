@@ -42,7 +42,7 @@ class Apply:
         """The module's output, and the buffers after the call."""
         params, buffers = _as_state(state)
         module = self._module
-        if torch.compiler.is_compiling():  # the compiler traces torch's own
+        if torch.compiler.is_dynamo_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
         recipe, look = recipe_of(module)
         if recipe.takes_own_statistics():

@@ -58,7 +58,7 @@ def functional_call(
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional_call: expected a torch.nn.Module, got {kind(module)}")
     options = {"tie_weights": tie_weights, "strict": strict}
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)

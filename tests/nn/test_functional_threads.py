@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdp import functional, functional_call
+from fdp import dp_apply, functional, functional_call
 from tests.common.depth import few
 from tests.nn.odd_modules import (
     BY_NAME,
@@ -149,6 +149,31 @@ def test_call_that_begins_while_another_is_in_place():
     assert_untouched(module, before)
     for i, (params, _) in enumerate(states):
         close(outs[i], nn.functional.linear(x, **params) + params["bias"])
+
+
+def test_calls_while_another_thread_compiles():
+    module, (x,) = with_closure(), X()
+    own, begun, done = contents(module), threading.Event(), threading.Event()
+    given = [other_tensors(module)[0] for _ in range(4)]
+    expected = [torch.func.functional_call(with_closure(), params, x) for params in given]
+
+    def backend(graph, example):
+        begun.set()
+        done.wait(60)
+        return graph.forward
+
+    compiled = torch.compile(nn.Linear(3, 3), backend=backend)
+    compiling = threading.Thread(target=compiled, args=(x,))
+    compiling.start()
+    try:
+        assert begun.wait(60)
+        assert wrong_calls(lambda i: (functional_call(module, dict(given[i]), x), expected[i]), 35) == []
+        with pytest.raises(RuntimeError, match="wrote in place"):
+            dp_apply(lambda _, x: x.add_(1), (), x.clone(), ["cpu", "cpu"])
+    finally:
+        done.set()
+        compiling.join()
+    assert_untouched(module, own)
 
 
 def test_threads_that_call_a_part_of_one_module():

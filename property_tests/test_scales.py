@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fdp
 from fdp.distributed import Mesh
+from property_tests.collective_programs import SIZE, Step, execute, loss_of, programs
 from property_tests.comparing import assert_same
 from property_tests.places import cpu_only
-from property_tests.test_collectives import SIZE, Step, execute, loss_of, programs
 from tests.distributed.pool import Pool
 from tests.distributed.scales import Layout, Seat, agree_on_failure, alone, even, in_process, joined
 

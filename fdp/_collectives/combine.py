@@ -118,10 +118,12 @@ class _Sent(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, ctx.to, ctx.names, ctx.leaf = inputs
         ctx.device = x.device
+        ctx.set_materialize_grads(False)  # zeros would be multiplied with what is further back
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _sent(grads[0], ctx.device, ctx.names, ctx.leaf), None, None, None
+        (grad,) = grads
+        return None if grad is None else _sent(grad, ctx.device, ctx.names, ctx.leaf), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -25,17 +25,21 @@ _PLACES = 64
 
 
 class Place(NamedTuple):
-    """A collective of one slot: `given` are the gradients that there are, if it is one of gradients."""
+    """A collective of one slot: `given` are the gradients that there are, if it is one of gradients.
+
+    `numbers` say which one it is: a gradient of one collective must not meet that of another.
+    """
 
     axis: Axis
     operation: Operation
     same: Any
     given: Sequence[bool] | None = None
+    numbers: tuple[int, ...] = ()
 
     def exchanged(self, tensors: Sequence[Tensor]) -> Taken:
         """What becomes of the tensors, at the level of torch.func that is active here."""
         if torch_private.depth() <= self.axis.run.depth:
-            return exchange(self.axis, self.operation, tensors, self.same, self.given)
+            return exchange(self.axis, self.operation, tensors, self.same, self.given, self.numbers)
         level = torch_private.current_interpreter()
         kind = level.key().name
         if kind == "Vmap":
@@ -55,21 +59,19 @@ class Place(NamedTuple):
 
     def _differentiated(self, level: Any, tensors: Sequence[Tensor]) -> Taken:
         reached: list[bool] = []
+        key, met = (self.axis.slot.index, inside(self.axis)), self.axis.run.met
+        count = met[key] = met.get(key, 0) + 1
         with torch_private.enable_single_level_function():
-            found: Any = _Linear.apply(self, level, reached, *tensors)
+            found: Any = _Linear.apply(self._replace(numbers=(*self.numbers, count)), level, reached, *tensors)
         node = next((x.grad_fn for x in found if x.grad_fn is not None), None)
         if node is not None:
-            torch_private.set_sequence_nr(node, self._number())
+            torch_private.set_sequence_nr(node, self._number(count))
         return Taken(list(found), reached)
 
-    def _number(self) -> int:
+    def _number(self, count: int) -> int:
         """Below those of all that is made of it."""
-        place = inside(self.axis)
-        key = self.axis.slot.index, place
-        met = self.axis.run.met
-        count = met[key] = met.get(key, 0) + 1
         at = 0
-        for index in place:
+        for index in inside(self.axis):
             at = at * 8 + index + 1
         number = count * _PLACES + at % _PLACES
         advance(number + 1)

@@ -45,6 +45,7 @@ class Brought(NamedTuple):
     value: Any
     is_recorded: bool = False
     advice: str = _ADVICE
+    numbers: tuple[int, ...] = ()
     axes: Sequence[Axis] = ()
     stream: torch.Stream | None = None
 
@@ -167,7 +168,12 @@ def _wait(stream: torch.Stream, other: torch.Stream) -> None:
 
 
 def exchange(
-    axis: Axis, operation: Operation, tensors: Sequence[Tensor], same: Any, given: Sequence[bool] | None = None
+    axis: Axis,
+    operation: Operation,
+    tensors: Sequence[Tensor],
+    same: Any,
+    given: Sequence[bool] | None = None,
+    numbers: tuple[int, ...] = (),
 ) -> Taken:
     """What becomes of the tensors of this slot."""
     if axis.slot.index == axis.run.first:
@@ -180,6 +186,7 @@ def exchange(
         (operation, tensors, given),
         torch.is_grad_enabled(),
         _ADVICE if given is None else _IN_A_GRADIENT,
+        numbers,
     )
 
     def combine(everybody: list[Brought]) -> list[Any]:
@@ -188,7 +195,7 @@ def exchange(
                 axis.run,
                 [each.value for each in everybody],
                 [each.is_recorded for each in everybody],
-                (inside(axis), same, kinds, operation.options()),
+                (inside(axis), same, numbers, kinds, operation.options()),
                 brought.say,
             )
 
@@ -210,7 +217,11 @@ def said_of(same: Any, tensors: Sequence[str]) -> str:
 
 def _check(brought: Sequence[Brought], first: int) -> None:
     """All do the same, with what fits together."""
-    names = ["the gradient of " * (each.advice is _IN_A_GRADIENT) + each.name for each in brought]
+    names = [
+        f"the gradient of {'another ' * (each.numbers != brought[0].numbers)}" * (each.advice is _IN_A_GRADIENT)
+        + each.name
+        for each in brought
+    ]
     if len(set(names)) > 1:
         each = ", ".join(f"{name} in shard {first + i}" for i, name in enumerate(names))
         raise RuntimeError(f"the shards call different collectives: {each}. All must call the same in the same order")

@@ -47,7 +47,7 @@ class Run:
         self.results: list[Any] = [None] * len(slots)
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, str] = {}
-        self.met: dict[Any, int] = {}  # how many gradients inside each place has come to: see `_collectives.levels`
+        self.met: dict[Any, int] = {}  # collectives inside gradients, counted: see `_collectives.levels`
 
     @property
     def first(self) -> int:

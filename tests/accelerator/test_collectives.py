@@ -181,3 +181,14 @@ def test_gradients_inside_through_collectives_of_each_axis(axes: tuple[str, ...]
         value = value.mean(0 if axis == "data" else 1, keepdim=True).expand(2, 2) ** 2
     (want,) = torch.autograd.grad(value.mean(1).sum(), own)
     torch.testing.assert_close(torch.stack(on_cpu(found)), want[:, 0])
+
+
+def test_what_nobody_differentiates_is_left_out():
+    """0 times the slope of a root at 0 is NaN."""
+    w, x = numbers(3).to(DEVICES[0]).requires_grad_(), numbers(8, 3).to(DEVICES[0])
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return fdp.psum(((w * x).sum(0), (w - w.detach()).sqrt()))[0]
+
+    (grad,) = torch.autograd.grad(fdp.dp_apply(fn, w, x, DEVICES, out_dims=None).sum(), w)
+    assert_close_tree(grad.cpu(), x.cpu().sum(0))

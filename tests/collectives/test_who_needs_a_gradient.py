@@ -167,3 +167,64 @@ def test_inference_mode_in_one_slot(name: str, slot: int, executor: Any):
         return fdp.value_and_grad(loss, devices=devices, reduction="sum", executor=executor)(w, x)
 
     torch.testing.assert_close(gradient(torch.inference_mode), gradient(torch.no_grad))
+
+
+# ---------------------------------------------------------------- gradients inside, where slots differ
+
+
+def two_sums(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return fdp.psum((w * x).sum()), fdp.psum((w * x).exp().sum())
+
+
+def detached(w: Tensor, x: Tensor) -> Tensor:
+    return fdp.psum(((w if fdp.axis_index() else w.detach()) * x).exp().sum())
+
+
+def dropped(w: Tensor, x: Tensor) -> Tensor:
+    first, _ = two_sums(w, x)
+    return first if fdp.axis_index() else (w * x).sin().sum()
+
+
+def of_another(w: Tensor, x: Tensor) -> Tensor:
+    return two_sums(w, x)[fdp.axis_index()]
+
+
+def recorded_by_another(w: Tensor, x: Tensor) -> Tensor:
+    for i in range(2):
+        with torch.set_grad_enabled(fdp.axis_index() == i):
+            total = fdp.psum((w * x).sum())
+        w = w + total
+    return w
+
+
+WAITS = "psum in shard . waits for .*This is in a gradient.*needs a result that depends on what is differentiated"
+ANOTHER = "different collectives: the gradient of psum in shard 0, the gradient of another psum in shard 1"
+INSIDE = {detached: WAITS, dropped: WAITS, of_another: ANOTHER, recorded_by_another: ANOTHER}
+
+
+@each_executor
+@pytest.mark.parametrize("by", [torch.func.grad, lambda loss: fdp.grad(loss, axis_name="inner")], ids=["torch", "fdp"])
+@pytest.mark.parametrize("loss", INSIDE, ids=lambda loss: loss.__name__)
+def test_slots_that_differ_in_a_gradient_inside(loss: Any, by: Any, executor: Any):
+    devices = fdp.virtual_devices(2)
+    with pytest.raises(RuntimeError, match=INSIDE[loss]):
+        fdp.dp_apply(by(loss), torch.tensor(0.5), torch.ones(4), devices, out_dims="sum", executor=executor)
+
+
+# ---------------------------------------------------------------- as torch has it
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_inputs_that_nothing_depends_on(n: int):
+    def fn(params: Any, x: Tensor) -> Any:
+        return fdp.psum((params[0] * x).exp().sum()), (params[1] * x).exp().sum()
+
+    w, v = (torch.tensor(0.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss, _ = fdp.dp_apply(fn, (w, v), X[:, 0], fdp.virtual_devices(n), out_dims=(None, "sum"))
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(loss, v)
+    assert torch.autograd.grad(loss, v, allow_unused=True) == (None,)
+    x = X[:, 0]
+    assert_close_tree(torch.autograd.grad(loss, (w, v), allow_unused=True), ((x * (w * x).exp()).sum(), None))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, w)

@@ -181,6 +181,8 @@ def _signature(
     try:
         kinds = list(map(_kind_of_tensor, leaves))
     except (RuntimeError, AttributeError):  # one is nested, or no tensor
+        kinds = None
+    if kinds is None:  # not in `except`: an interrupt here would have a context
         kinds = list(map(_kind_of, leaves))
     if type(axis_name) is not str or None in kinds:
         return None

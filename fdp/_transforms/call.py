@@ -128,7 +128,6 @@ class State:
     counts: Any = None
     gradients: Any = None
     aliases: Any = ()
-    is_used = False
     result: Any = None
 
     def __init__(self, call: Call, plan: Plan, values: list[Any], structure: Any, given: Sequence[Tensor]) -> None:

@@ -22,6 +22,7 @@ from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.bind import run
 from fdp._transforms.call import Begun, Call, CallKind, Known, Options
+from fdp._transforms.dropped_buffers import look_for_buffers
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.shards import (
     ask_count,
@@ -34,7 +35,7 @@ from fdp._transforms.shards import (
     warn_of_unused,
 )
 from fdp._transforms.steps import begin, end, says, shards_text
-from fdp._transforms.sums import GradientPlan, Unused, are_large, usual_of
+from fdp._transforms.sums import GradientPlan, Unused, gradient_plan
 from fdp._trees.listing import listed
 from fdp._trees.table import count_text
 from fdp._trees.tracebacks import api_boundary, inside_boundary
@@ -158,8 +159,9 @@ class Differentiation(CallKind):
             known.peers.refuse(where, _ON_A_MESH)
         counting = each_is_one if self.reduction == "sum" else count_rows if self.count is None else ask_count
         weigh = Step(counting, says("weigh shards " + ("by count" if self.count else f"for the {self.reduction}")))
-        how = differentiate_by_func if own.needs_func else differentiate_by_autograd
-        steps = [*begin(known), weigh, Step(by_rows(known, how), _differentiated), *end(known)]
+        how = by_rows(known, differentiate_by_func if own.needs_func else differentiate_by_autograd)
+        how = how if around.is_compiling else partial(look_for_buffers, how)
+        steps = [*begin(known), weigh, Step(how, _differentiated), *end(known)]
         if self.create_graph is None and not around.is_compiling and not around.is_nested:
             steps.append(Step(warn_of_unused, says("look for a loss that uses nothing")))
         join = join_losses if known.peers is ALONE else sum_over_processes
@@ -173,18 +175,19 @@ class Differentiation(CallKind):
             ranges.append(range(first, first + child.num_leaves))
             first += child.num_leaves
         positions = self.positions(known.call.args.positional)
-        at = tuple([i for p in positions for i in ranges[p]])
-        leaves, values = tuple([known.leaves[i] for i in at]), [known.flat.leaves[i] for i in at]
+        at = [i for p in positions for i in ranges[p]]
+        leaves, values = [known.leaves[i] for i in at], [known.flat.leaves[i] for i in at]
         check_differentiable(leaves, values, self.where)
-        are_tensors = all(isinstance(value, Tensor) for value in values)
-        around, usual = known.around, []
-        if {Tensor, torch.nn.Parameter}.issuperset(map(type, values)) and not around.needs_func:
-            usual = [usual_of(leaf, value, self.target) for leaf, value in zip(leaves, values, strict=True)]
+        around = known.around
         is_attached = around.needs_grad and around.is_tracking and self.create_graph is not False
-        is_attached = is_attached and known.peers is ALONE
-        structures = tuple([children[p] for p in positions])
-        large = are_large(values)
-        return GradientPlan(leaves, at, structures, are_tensors, usual, large, around.needs_func, is_attached)
+        return gradient_plan(
+            leaves,
+            values,
+            [children[p] for p in positions],
+            self.target,
+            needs_func=around.needs_func,
+            is_attached=is_attached and known.peers is ALONE,
+        )
 
     def dry(self) -> "Differentiation":
         count = self.count

@@ -13,7 +13,6 @@ from torch import Tensor
 from fdp._placement.plan import Plan
 from fdp._transforms.around import Around
 from fdp._transforms.call import State
-from fdp._transforms.dropped_buffers import RETURNED, Returned, say_dropped
 from fdp._transforms.sums import GradientPlan
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
@@ -79,7 +78,7 @@ def transformed(
         peers.begins_with(leaves)
         rest = iter(leaves)
         columns = [shard.leaves(list(islice(rest, len(shard.tensors)))) for shard in shards]
-        outs = run([partial(loss_of, state, column, around.is_compiling) for column in columns])
+        outs = run([partial(loss_of, state, column) for column in columns])
         flat = flatten([aux for _, aux in outs], "aux", where=state.where)
         others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in flat.leaves]
         plain[:] = [flat.structure, others]
@@ -163,34 +162,15 @@ def _drop_what_is_left() -> None:
             torch.autograd.grad(nothing.neg(), nothing, nothing.detach())
 
 
-def loss_of(state: State, leaves: Sequence[Any], is_compiling: bool = False) -> tuple[Tensor, Tree]:
+def loss_of(state: State, leaves: Sequence[Any]) -> tuple[Tensor, Tree]:
     """The loss and the aux that the function returns for a shard."""
-    if is_compiling:
-        return _loss_in(state, state.run_shard(leaves))
-    returned: list[Returned] = []
-    token = RETURNED.set(returned)
+    where, has_aux = state.where, state.kind.has_aux
     try:
-        out = _loss_in(state, state.run_shard(leaves))
+        out = state.run_shard(leaves)
     except RuntimeError as error:
         if not _A_WRITE.match(text_of(error)):
             raise
-        raise RuntimeError(f"{state.where}: {_NO_WRITE}") from error
-    finally:
-        RETURNED.reset(token)
-    if returned:
-        say_dropped(returned, out[1], state.where)
-    return out
-
-
-_A_WRITE = re.compile("a (view of a )?leaf Variable that requires grad is being used in an in-place operation")
-_NO_WRITE = (
-    "the function writes in place to a tensor that requires gradients. It must be pure: work on x.clone(), or return "
-    "the new value"
-)
-
-
-def _loss_in(state: State, out: Any) -> tuple[Tensor, Tree]:
-    where, has_aux = state.where, state.kind.has_aux
+        raise RuntimeError(f"{where}: {_NO_WRITE}") from error
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"{where}: with has_aux=True the function must return (loss, aux), got {_kind(out)}")
     loss, aux = out if has_aux else (out, None)
@@ -202,6 +182,13 @@ def _loss_in(state: State, out: Any) -> tuple[Tensor, Tree]:
             f"{where}: the loss must be a 0-dim tensor, got shape {tuple(loss.shape)}; reduce it with .mean()"
         )
     return loss, aux
+
+
+_A_WRITE = re.compile("a (view of a )?leaf Variable that requires grad is being used in an in-place operation")
+_NO_WRITE = (
+    "the function writes in place to a tensor that requires gradients. It must be pure: work on x.clone(), or return "
+    "the new value"
+)
 
 
 def _kind(value: Any) -> str:

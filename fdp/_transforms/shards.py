@@ -36,18 +36,18 @@ from fdp._trees.types import Tree
 class Counts:
     """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
 
-    def __init__(self, own: Sequence[float], whole: Callable[[], float]) -> None:
-        self.own, self._ask = own, whole
-        self._whole: float | None = None
+    _whole: float | None = None
 
-    def whole(self) -> float:
-        if self._whole is None:
-            self._whole = self._ask()
-        return self._whole
+    def __init__(self, own: Sequence[float], ask: Callable[[], float]) -> None:
+        self.own, self._ask = own, ask
+        if sum(own) == 0:
+            self._whole = ask()
 
     def share(self, index: int) -> float:
         """The part of a shard in the whole."""
-        return self.own[index] / (self._whole or self.whole())
+        if self._whole is None:
+            self._whole = self._ask()
+        return self.own[index] / self._whole
 
 
 def each_is_one(plan: Plan, state: State) -> None:
@@ -68,8 +68,6 @@ def count_rows(plan: Plan, state: State) -> None:
         return whole
 
     state.counts = Counts([1] if sizes is None else sizes, rows)
-    if sum(state.counts.own) == 0:
-        rows()
 
 
 def ask_count(plan: Plan, state: State) -> None:
@@ -88,8 +86,6 @@ def ask_count(plan: Plan, state: State) -> None:
         return found
 
     state.counts = Counts(own, whole)
-    if sum(own) == 0:
-        whole()
 
 
 def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
@@ -152,23 +148,14 @@ def _read(values: Sequence[float | Tensor]) -> list[float]:
 
 def differentiate_by_autograd(plan: Plan, state: State) -> None:
     """Each loss, and its gradients by plain autograd."""
-    options, before = state.call.options, torch.is_grad_enabled()
+    options, is_attached = state.call.options, plan.gradients.is_attached
     for batch, lacks_slots in _rounds(plan, state):
-        shards: list[Shard] = []
-        leaves: list[Tensor] = []
-        for i in batch:
-            shard = Shard(i, state.columns[i], plan.gradients)
-            shard.tensors = aliases(shard.tensors, plan.gradients.is_attached)
-            shards.append(shard)
-            leaves += shard.tensors
-        try:
-            torch_private.set_grad_enabled(True)
-            state.peers.begins_with(leaves)  # collectives from here on are functions of these
-        finally:
-            torch_private.set_grad_enabled(before)
-        slots = list(map(state.places.__getitem__, batch))
-        met: list[Shard] = []
-
+        shards = [Shard(i, state.columns[i], plan.gradients) for i in batch]
+        for shard in shards:
+            shard.tensors = aliases(shard.tensors, is_attached)
+        # Collectives from here on are functions of these.
+        state.peers.begins_with([x for shard in shards for x in shard.tensors])
+        slots, met = list(map(state.places.__getitem__, batch)), list[Shard]()
         tasks = list(map(partial, repeat(_differentiated), repeat(plan), repeat(state), shards))
         take = partial(_take, state, met)
         run(tasks, slots, take, options.executor, state.seed, state.peers, lacks_slots=lacks_slots)
@@ -212,15 +199,11 @@ def _take(state: State, met: list[Shard], _: int, shard: Shard) -> None:
         met.append(shard)
         return
     state.outputs[shard.index] = shard.loss, shard.aux
-    state.is_used = state.is_used or not _NONE.issuperset(map(type, shard.grads))
     if profiler._is_profiler_enabled:
         with stage("reduce"):
             state.gradients.add(shard.index, shard.grads, shard.column)
     else:
         state.gradients.add(shard.index, shard.grads, shard.column)
-
-
-_NONE = frozenset({type(None)})
 
 
 def _rounds(plan: Plan, state: State) -> list[tuple[Sequence[int], bool]]:
@@ -229,8 +212,8 @@ def _rounds(plan: Plan, state: State) -> list[tuple[Sequence[int], bool]]:
     For each, whether some slots have none.
     """
     kind, slots, values = state.kind, state.pieces.slots, list(map(state.values.__getitem__, plan.gradients.at))
-    state.gradients = Gradients(plan.gradients, values, len(slots), kind.target, kind.reduce_dtype, kind.unused)
-    state.outputs, state.aliases, state.is_used = [None] * len(slots), [], False
+    state.gradients = Gradients(plan.gradients, values, len(slots), kind)
+    state.outputs, state.aliases = [None] * len(slots), []
     if len(set(slots)) == len(slots):
         return [(range(len(slots)), False)] if slots else []
     seen: dict[int, int] = {}
@@ -263,7 +246,7 @@ def _noting(slots: Sequence[Slot]) -> Iterator[None]:
 
 def warn_of_unused(plan: Plan, state: State) -> None:
     """Say that a loss leads to nothing that it is differentiated in, unless it leads to other arguments."""
-    if state.is_used or not state.aliases or not any(loss.requires_grad for loss, _ in state.outputs):
+    if state.gradients.is_used or not state.aliases or not any(loss.requires_grad for loss, _ in state.outputs):
         return
     at = set(plan.gradients.at)
     others = [leaf for leaf in plan.leaves if leaf.index not in at]

@@ -1,5 +1,6 @@
 """Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
 
+import functools
 import operator
 from collections.abc import Sequence
 from itertools import islice
@@ -28,8 +29,9 @@ class GradientPlan(NamedTuple):
         leaves: These leaves, and `at`: their positions among all.
         structures: Those of the arguments that they are in.
         are_tensors: Each is a tensor.
-        usual: What the gradient of each usually is: see `usual_of`.
-        large: Those that are added one by one, so that each can be let go.
+        in_parts: Those of which each shard has the gradient of a part of its own. Of the others they are summed.
+        usual: What each gradient usually is, if all are summed, in their own dtype.
+        large: Those that are added one by one, so that each can be let go; the others are `small`.
         needs_func: Gradients are taken by torch.func.
         is_attached: Results are differentiable in what was given.
     """
@@ -38,54 +40,67 @@ class GradientPlan(NamedTuple):
     at: tuple[int, ...]
     structures: tuple[Any, ...]
     are_tensors: bool
-    usual: list[Any]
-    large: frozenset[int]
+    in_parts: tuple[int, ...]
+    usual: list[Any] | None
+    large: list[int]
+    small: list[int]
     needs_func: bool
     is_attached: bool
 
 
-def usual_of(leaf: LeafPlan, value: Tensor, device: torch.device | None) -> Any:
-    """What the gradient of a leaf usually is; None if it is not summed, or in another dtype."""
-    is_same = leaf.dim is None and accumulator(value.dtype) is value.dtype
-    return (value.dtype, device or value.device, torch.strided, False) if is_same else None
+def gradient_plan(
+    leaves: Sequence[LeafPlan],
+    values: Sequence[Any],
+    structures: Sequence[Any],
+    target: torch.device | None,
+    *,
+    needs_func: bool,
+    is_attached: bool,
+) -> GradientPlan:
+    """How a call is differentiated in leaves with these values; gradients go to a target, if there is one."""
+    places, usual = range(len(leaves)), None
+    in_parts = tuple([i for i in places if leaves[i].summed(values[i]) is None])
+    large = [i for i in places if isinstance(values[i], Tensor) and _is_large(values[i])]
+    small = [i for i in places if i not in large]
+    if not (needs_func or in_parts) and _PLAIN.issuperset(map(type, values)):
+        if all(accumulator(value.dtype) is value.dtype for value in values):
+            usual = [(value.dtype, target or value.device, torch.strided, False) for value in values]
+    at, are_tensors = tuple([leaf.index for leaf in leaves]), all(isinstance(value, Tensor) for value in values)
+    own = tuple(leaves), at, tuple(structures), are_tensors, in_parts, usual, large, small
+    return GradientPlan(*own, needs_func, is_attached)
 
 
-def are_large(values: Sequence[Any]) -> frozenset[int]:
-    """The positions of large tensors."""
-    dense = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and x.layout is torch.strided}
-    return frozenset([i for i, x in dense.items() if x.nbytes >= LARGE])
+def _is_large(value: Tensor) -> bool:
+    return value.layout is torch.strided and value.nbytes >= LARGE
 
 
 _home_of: Any = operator.attrgetter("dtype", "device", "layout", "requires_grad")
-_PLAIN = frozenset({Tensor})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Gradients:
     """Takes the gradients of the shards as they come: what is to be summed is summed at once, and not kept.
 
     A sum of two is a new tensor, which nobody else has: what comes later is added in its memory. As long as all are as
-    usual they are summed in few calls; from the first that is not on, each by itself.
+    usual, the small ones are added in one call.
     """
 
-    def __init__(
-        self,
-        own: GradientPlan,
-        values: Sequence[Any],
-        shards: int,
-        device: torch.device | None,
-        sent_as: torch.dtype | None,
-        unused: Unused,
-    ) -> None:
-        self._own, self._values, self._shards, self._device, self.sent_as = own, values, shards, device, sent_as
-        self._is_usual = bool(own.usual)
-        self._added = 0
-        # How often each was used, where that is asked for; then all leaves are whole.
-        self._used = [0.0] * len(values) if unused == "none" else None
+    is_used = False  # some tensor has a gradient
+
+    def __init__(self, own: GradientPlan, values: Sequence[Any], shards: int, kind: Any) -> None:
+        self._own, self._values = own, values
+        self._device, self.sent_as, self._unused = kind.target, kind.reduce_dtype, kind.unused
+        self._is_usual = own.usual is not None
         self._totals: list[Grad] = []
-        self._homes: list[tuple[Tensor, Named, int]] = []  # what each sum belongs to, and where that stands
-        self._is_own: list[bool] = []
+        self._added: list[float] = []  # how many gradients each is the sum of
+        self._parts: dict[int, list[Any]] = {i: [None] * shards for i in own.in_parts}
         self._packed: Packed = {}  # copies at home of gradients that are being added
-        self._parts: list[list[Any] | None] = []  # of leaves whose gradients are not summed
+
+    @functools.cached_property
+    def _homes(self) -> list[tuple[Tensor, Named, int]]:
+        """What each sum belongs to, and where that stands."""
+        each = zip(self._own.leaves, self._values, strict=True)
+        return [home for leaf, value in each for home in leaf.summed(value) or ()]
 
     def _are_usual(self, grads: Sequence[Grad]) -> bool:
         try:
@@ -95,111 +110,94 @@ class Gradients:
 
     def add(self, shard: int, grads: list[Grad], column: Sequence[Any]) -> None:
         """Add the gradients of a shard, None where it has none; `column` has its leaves. The list is emptied."""
-        if self._used is not None:
-            self._used = [n + (grad is not None) for n, grad in zip(self._used, grads, strict=True)]
-        if not self._is_usual or not self._are_usual(grads):
-            self._begin_each()
-            self._add_each(shard, grads, column)
-            return
-        self._added += 1
-        if self._added == 1:
-            self._totals = grads.copy()
-        elif not self._own.large:
-            self._totals = list(torch_private.foreach_add(self._totals, grads))
-        else:
-            self._add_large(grads)
-        grads.clear()
-
-    def _add_large(self, grads: list[Any]) -> None:
-        totals: list[Any] = self._totals
-        small = [i for i in range(len(grads)) if i not in self._own.large]
-        if small:
+        if self._parts:
+            self._take_parts(shard, grads, column)
+        self._is_usual = self._is_usual and self._are_usual(grads)
+        alone: Sequence[int] = self._own.large
+        if not self._is_usual:
+            self._begin()
+            self._packed, alone = self._brought_home(grads), range(len(grads))
+        elif not self._totals:
+            self._totals, self._added, alone = grads.copy(), [1] * len(grads), ()
+        elif small := self._own.small:
+            totals: list[Any] = self._totals
             sums = torch_private.foreach_add([totals[i] for i in small], [grads[i] for i in small])
             for i, total in zip(small, sums, strict=True):
                 totals[i] = total
-        for i in self._own.large:
-            grad, grads[i] = grads[i], None
-            totals[i] = add(totals[i], grad) if self._added == 2 else add_to(totals[i], grad)
+                self._added[i] += 1
+        for i in alone:
+            grad, grads[i] = grads[i], None  # let go when it is added
+            if grad is not None:
+                self._add_one(i, grad)
+        self._packed, self.is_used = {}, self.is_used or any(self._added)
+        grads.clear()
 
-    def _begin_each(self) -> None:
-        """From here on each is added by itself."""
-        if self._parts:
-            return
-        self._is_usual = False
-        for leaf, value in zip(self._own.leaves, self._values, strict=True):
-            homes = leaf.summed(value)
-            self._parts.append([None] * self._shards if homes is None else None)
-            self._homes += homes or ()
-        self._is_own = [self._added > 1] * len(self._homes)
-        self._totals = self._totals or [None] * len(self._homes)
+    def _begin(self) -> None:
+        if not self._totals:
+            self._totals, self._added = [None] * len(self._homes), [0] * len(self._homes)
 
-    def _add_each(self, shard: int, grads: list[Grad], column: Sequence[Any]) -> None:
-        whole: list[Grad] = []
-        grads.reverse()
+    def _take_parts(self, shard: int, grads: list[Grad], column: Sequence[Any]) -> None:
+        """Keep what is a part of a shard's own; what is to be summed is left."""
+        each = iter(grads.copy())
+        grads.clear()
         for i, leaf in enumerate(self._own.leaves):
-            parts = self._parts[i]
-            if parts is None:
-                whole += [grads.pop() for _ in leaf.summed(self._values[i]) or ()]
+            if i not in self._parts:
+                grads += islice(each, len(leaf.summed(self._values[i]) or ()))
                 continue
             leaves, structure = flattened(column[leaf.index], "an argument")
-            parts[shard] = structure.unflatten([_filled(grads.pop(), part) for part in leaves])
-        self._packed = self._brought_home(whole) if len(whole) > 1 else {}
-        for number in range(len(whole)):
-            grad, whole[number] = whole[number], None  # let go when it is added
-            if grad is not None:
-                self._add_one(number, grad)
-        self._packed = {}
+            own = list(islice(each, len(leaves)))
+            self.is_used = self.is_used or any(grad is not None for grad in own)
+            self._parts[i][shard] = structure.unflatten(map(_filled, own, leaves))
 
     def _brought_home(self, grads: Sequence[Grad]) -> Packed:
         """Copies of small gradients that are elsewhere, if all belong to one device."""
         targets = {self._device or home.device for home, *_ in self._homes}
         away = [grad for grad in grads if grad is not None and grad.device not in targets]
-        return packed_copies(away, targets) if away and len(targets) == 1 else {}
+        return packed_copies(away, targets) if len(away) > 1 and len(targets) == 1 else {}
 
     def _add_one(self, i: int, grad: Tensor) -> None:
         home, flat, index = self._homes[i]
-        grad, so_far, wide = self._home(grad, home, flat, index), self._totals[i], accumulator(home.dtype)
-        if so_far is None:
-            self._totals[i] = grad
-        elif self._is_own[i]:
-            self._totals[i] = add_to(so_far, grad if grad.dtype is wide else grad.to(wide))
-        else:
-            self._totals[i], self._is_own[i] = add(so_far.to(wide), grad.to(wide)), True
+        grad, total, wide = self._home(grad, home, flat, index), self._totals[i], accumulator(home.dtype)
+        if total is not None:
+            grad = grad.to(wide)
+            grad = add_to(total, grad) if self._added[i] > 1 else add(total.to(wide), grad)
+        self._totals[i] = grad
+        self._added[i] += 1
 
     def sums(self) -> list[Tensor]:
-        """What is summed over the shards so far, and how often each was used."""
-        if not self._is_usual or not self._added:
-            self._begin_each()
-        for i, (home, *_) in enumerate(self._homes):
-            wide, found = accumulator(home.dtype), self._totals[i]  # in all processes, however many shards each has
-            empty = torch.zeros_like(home, dtype=wide, device=self._device) if found is None else found.to(wide)
-            self._totals[i] = empty
-        found = [total for total in self._totals if total is not None]
-        return found if self._used is None else [*found, found[0].new_tensor(self._used, dtype=torch.float32)]
+        """What is summed over the shards so far, and if that is wanted, how often each was used."""
+        self._begin()
+        found: list[Tensor] = []
+        for total, (home, *_) in zip(self._totals, self._homes, strict=True):
+            wide = accumulator(home.dtype)  # in all processes, however many shards each has
+            empty = torch.zeros_like(home, dtype=wide, device=self._device) if total is None else total.to(wide)
+            found.append(empty)
+        return found if self._unused == "zeros" else [*found, found[0].new_tensor(self._added, dtype=torch.float32)]
 
     def replace_sums(self, sums: Sequence[Tensor]) -> None:
         """Put others in their place."""
-        if self._used is not None:
-            *sums, used = sums
-            if not all(self._used):  # else it is known: to read it would wait for the device
-                self._used = used.tolist()
+        if self._unused == "none":
+            *sums, added = sums
+            if not all(self._added):  # else it is known: to read it would wait for the device
+                self._added = added.tolist()
         self._totals[:] = sums
-        if not (self._is_usual and self._are_usual(self._totals)):
-            self._begin_each()
+        self._is_usual = self._is_usual and self._are_usual(self._totals)
 
     def finish(self) -> list[Tree]:
         """The gradient of each leaf, zeros or None where it is not used."""
-        found = self._totals if self._added and self._is_usual else self._finish_each()
-        return found if self._used is None else [x if used else None for x, used in zip(found, self._used, strict=True)]
+        found = self._totals if self._is_usual else self._finish_each()
+        if self._unused == "zeros":
+            return found
+        return [x if added else None for x, added in zip(found, self._added, strict=True)]  # all leaves are whole
 
     def _finish_each(self) -> list[Tree]:
-        self._begin_each()
+        self._begin()
         totals = zip(self._totals, self._homes, strict=True)
         sums = iter([self._home(_filled(total, home), home, flat, i) for total, (home, flat, i) in totals])
         found: list[Tree] = []
-        for leaf, value, parts in zip(self._own.leaves, self._values, self._parts, strict=True):
-            own = [] if parts is not None else list(islice(sums, len(leaf.summed(value) or ())))
-            found.append(leaf.gradient(value, own, parts or [], self._home))
+        for k, (leaf, value) in enumerate(zip(self._own.leaves, self._values, strict=True)):
+            own = list(islice(sums, len(leaf.summed(value) or ())))
+            found.append(leaf.gradient(value, own, self._parts.get(k, ()), self._home))
         return found
 
     def _home(self, grad: Tensor, value: Tensor, flat: Named, index: int) -> Tensor:

@@ -173,12 +173,9 @@ class Joining(CallKind):
         return [*begin(known), run, *end(known), Step(joining, says("join outputs"))], None
 
     def outputs(
-        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+        self, plan: Plan, values: Sequence[Any], state: State, copies: Sequence[Transfer]
     ) -> Iterator[PlannedLeaf]:
-        return of_outputs(results, joined, self.out_dims, copies)
-
-    def on_one(self) -> "Joining":
-        return Joining(None, "list", None, "")
+        return of_outputs(state.outputs, state.result, self.out_dims, copies)
 
 
 def join_outputs(plan: Plan, state: State) -> None:

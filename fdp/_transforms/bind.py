@@ -122,13 +122,6 @@ def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:
     return Plan(slots, partition, pieces, flat.specs, leaves, moved, cut, places, around, tuple(steps), gradients)
 
 
-def planned(call: Call, flat: Flat) -> tuple[Plan, State]:
-    """The plan and the state of a call with these leaves, in this process alone. Nothing is kept."""
-    given = held_in(flat.leaves)[0]
-    plan = decide(call, flat, look_around(given, torch.compiler.is_dynamo_compiling()), ALONE)
-    return plan, State(call, plan, flat.leaves, flat.structure, given)
-
-
 def _agree(plan: Plan, state: State) -> None:
     """Agree with other processes on a call, and what of it this process has."""
     call, options = state.call, state.call.options

@@ -67,18 +67,14 @@ class CallKind(abc.ABC):
         """Agree on a call with other processes: what has to be the `same` in all, and which shards this one has."""
         return peers.begin(where, plan, flats, same)
 
-    @abc.abstractmethod
-    def on_one(self) -> "CallKind":
-        """The same on one slot; what comes out is not needed."""
-
     def dry(self) -> "CallKind":
         """The same where tensors have no data."""
         return self
 
     def outputs(
-        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+        self, plan: Plan, values: Sequence[Any], state: "State", copies: Sequence[Transfer]
     ) -> Iterator[PlannedLeaf]:
-        """What `explain` says of what comes out: the results of the shards, joined, and the copies that are made."""
+        """What `explain` says of what has come out, and of the copies that were made for it."""
         raise NotImplementedError
 
 

@@ -21,7 +21,7 @@ from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.bind import run
-from fdp._transforms.call import Begun, Call, CallKind, Known, Options
+from fdp._transforms.call import Begun, Call, CallKind, Known, Options, State
 from fdp._transforms.dropped_buffers import look_for_buffers
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.shards import (
@@ -202,24 +202,18 @@ class Differentiation(CallKind):
         return dataclasses.replace(self, count=where_it_is)
 
     def outputs(
-        self, plan: Plan, values: Sequence[Any], results: Sequence[Tree], joined: Any, copies: Sequence[Transfer]
+        self, plan: Plan, values: Sequence[Any], state: State, copies: Sequence[Transfer]
     ) -> Iterator[PlannedLeaf]:
-        value, aux, _ = joined
-        losses = [result[0] for result in results] if self.has_aux else results
+        value, aux, _ = state.result
+        losses, auxes = zip(*state.outputs, strict=True)
         yield from _by(self.count is not None, of_outputs(losses, value, self.reduction, copies, "loss"))
         if self.has_aux:
-            auxes = [result[1] for result in results]
             leaves = of_outputs(auxes, aux, dims_of(auxes[0], self.aux_dims, self.where), copies, "aux")
             yield from _by(self.aux_weight == "count", leaves)
         own = plan.gradients
         for leaf, i in zip(own.leaves, own.at, strict=True):
             for planned in leaf.planned(values[i], plan.partition):
                 yield planned.as_gradient().with_copies(copies)
-
-    def on_one(self) -> "Differentiation":
-        return dataclasses.replace(
-            self, devices=None, weights=None, microbatches=1, aux_dims="list", output_device=None
-        )
 
     def positions(self, n_args: int) -> tuple[int, ...]:
         """Which of so many positional arguments it is differentiated in."""

@@ -1,12 +1,13 @@
 """Tensors without data, and running a user's function on them so that nothing real is read or written."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from fdp._execution.thread_state import Carried
 from fdp._placement.sharded import Slots
+from fdp._placement.transfers import Watch, watched
 from fdp._trees import torch_private
 from fdp._trees.tracebacks import text_of
 from fdp._trees.tree import map_tensors, tree_map
@@ -47,7 +49,13 @@ class Apart:
     def __enter__(self) -> None:
         with self._lock:  # both are the same for all threads: the first sets them, the last puts them back
             if self._count == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:  # torch refuses to be asked for eager code where it compiles
+                    raise RuntimeError(
+                        "to see what a function does, it is run on tensors without data, and not inside torch.compile: "
+                        "compile the function of a shard instead"
+                    ) from error
                 self._apply, nn.Module._apply = nn.Module._apply, _apply_nowhere_else(nn.Module._apply)
                 self._validates = torch_private.set_validate_args(False)
                 self._anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -192,6 +200,13 @@ class Fakes:
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, needs_grad)
         return fake.requires_grad_() if needs_grad else fake
+
+
+@contextlib.contextmanager
+def without_data(watch: Watch) -> Iterator[Fakes]:
+    """As a context: what runs in it reads and writes nothing real. The watch is told of it, and no other."""
+    with APART, Fakes() as fakes, watched(watch, alone=True):
+        yield fakes
 
 
 def problem_of(error: Exception, fakes: Fakes) -> str:

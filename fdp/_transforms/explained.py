@@ -10,12 +10,11 @@ import torch
 from fdp._execution.executor import how_run
 from fdp._placement.peers import ALONE, peers_of
 from fdp._placement.plan import Plan
-from fdp._placement.slot import current_slot
-from fdp._placement.transfers import Collective, Transfer, Watch, watched
+from fdp._placement.transfers import Collective, Transfer, Watch
 from fdp._transforms.around import look_around
-from fdp._transforms.bind import decide, flat_of, held_in, planned
-from fdp._transforms.call import Call, take_steps
-from fdp._transforms.dry_run import APART, Fakes, Guard, has_autograd, problem_of
+from fdp._transforms.bind import decide, flat_of, held_in
+from fdp._transforms.call import Call, State, take_steps
+from fdp._transforms.dry_run import Fakes, Guard, has_autograd, problem_of, without_data
 from fdp._trees import torch_private
 from fdp._trees.tree import Flat
 from fdp._trees.types import Function, Tree
@@ -27,10 +26,8 @@ def explained(call: Call) -> Plan:
         raise RuntimeError("explain: inside torch.compile. Explain the call outside of it")
     if torch_private.is_transformed():
         raise RuntimeError("explain: inside a transform of torch.func. Explain the call outside of it")
-    differences = list[str]()
-    watch, problem, joined = Watch(differences), None, None
-    log = watch.copies
-    with APART, Fakes() as fakes, watched(watch, alone=True):
+    watch, problem, outputs = Watch(differences=[]), None, None
+    with without_data(watch) as fakes:
         flat = flat_of(call)
         given, held = held_in(flat.leaves)
         for peers in (peers_of(call.options.devices), *(slots.peers for _, slots in held)):
@@ -38,32 +35,34 @@ def explained(call: Call) -> Plan:
         plan = decide(call, flat, look_around(given, is_compiling=False), ALONE)
         _check_layouts(flat, plan.devices)
         fakes.has_graph = has_autograd(plan.slots)
-        dry = Dry(call.fn, log, fakes, plan.gradients is not None)
+        dry = Dry(call.fn, watch.copies, fakes, plan.gradients is not None)
         own = call._replace(fn=dry, options=call.options._replace(seed=None), kind=call.kind.dry())
         try:
             with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
                 leaves = [fakes.of(leaf) for leaf in flat.leaves]
-                made, state = planned(own, flat._replace(leaves=leaves, specs=list(plan.specs)))
+                given = held_in(leaves)[0]
+                around = look_around(given, is_compiling=False)
+                made = decide(own, flat._replace(leaves=leaves, specs=list(plan.specs)), around, ALONE)
+                state = State(own, made, leaves, flat.structure, given)
                 take_steps(made, state)
-                joined = state.result
+                outputs = tuple(own.kind.outputs(plan, flat.leaves, state, dry.joins()))
         except Exception as error:
             if not dry.has_failed and not isinstance(error, fakes.unknown):
                 raise
             problem = problem_of(error, fakes)
-            del log[dry.before :], watch.collectives[:]
-    copies, results = tuple(log), [dry.results[place] for place in sorted(dry.results)]
+            del watch.copies[dry.before :], watch.collectives[:]
+    copies = tuple(watch.copies)
     arguments = [
         planned.with_copies(copies[: dry.before])
         for leaf, value in zip(plan.leaves, flat.leaves, strict=True)
         for planned in leaf.planned(value, plan.partition)
     ]
-    outputs = None if problem is not None else call.kind.outputs(plan, flat.leaves, results, joined, dry.joins())
     return dataclasses.replace(
         plan,
         executor=_executor(watch.collectives, how_run(call.options.executor, call.options.seed, len(plan.places))),
         arguments=tuple(arguments),
-        outputs=None if outputs is None else tuple(outputs),
-        differences=tuple(dict.fromkeys(differences)),
+        outputs=outputs,
+        differences=tuple(dict.fromkeys(watch.differences or ())),
         collectives=tuple(watch.collectives),
         copies=copies,
         problem=problem,
@@ -93,40 +92,36 @@ def _check_layouts(flat: Flat, devices: Sequence[torch.device]) -> None:
 
 @final
 class Dry:
-    """The function, with what it returns for each shard kept, and where the log stood when it was called.
+    """The function, with where the log stood when it was called.
 
     Attributes:
         before: How many entries of the log are of the arguments.
+        has_failed: What it has raised is what the call raises.
     """
 
     def __init__(self, fn: Function, log: list[Transfer], fakes: Fakes, differentiates: bool) -> None:
         self._fn, self._log, self._fakes = fn, log, fakes
         self._is_refused = differentiates and not fakes.has_graph
         self.before: int | None = None
-        self._inside: list[range] = []
+        self._inside: set[int] = set()
         self.has_failed = False
-        self.results: dict[tuple[int, int], Tree] = {}
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        slot, start = current_slot(), len(self._log)
-        if self.before is None:
-            self.before = start
+        start = len(self._log)
+        self.before = start if self.before is None else self.before
         try:
             if self._is_refused:
                 raise RuntimeError(
                     "gradients cannot be explained on devices that are not here. Explain them on fdp.virtual_devices(n)"
                 )
             with Guard(has_graph=self._fakes.has_graph):
-                result = self._fn(*args, **kwargs)
+                return self._fn(*args, **kwargs)
         except Exception:
             self.has_failed = True
             raise
-        self._inside.append(range(start, len(self._log)))
-        if slot is not None:
-            self.results[slot.index, slot.piece or 0] = result
-        return result
+        finally:
+            self._inside.update(range(start, len(self._log)))
 
     def joins(self) -> list[Transfer]:
         """The copies of what comes out: not those that the function makes."""
-        own = {i for entries in self._inside for i in entries}
-        return [copy for i, copy in enumerate(self._log) if i >= (self.before or 0) and i not in own]
+        return [copy for i, copy in enumerate(self._log) if i >= (self.before or 0) and i not in self._inside]

@@ -103,9 +103,6 @@ class StayingThere(CallKind):
         run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
         return [Step(place_own, says("copy to every slot")), run, Step(leave_there, says("leave results there"))], None
 
-    def on_one(self) -> "StayingThere":
-        return self
-
 
 def place_own(plan: Plan, state: State) -> None:
     """What is on its slots, and of everything else a copy for each slot, which the function may write to."""

@@ -1,6 +1,5 @@
 """The step in which rows draw what they would draw on one device: the function is run without data before."""
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -9,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp._execution.executor import run_all
 from fdp._execution.generators import check_same_numbers
 from fdp._execution.seeds import Seed
+from fdp._placement.partition import Partition
 from fdp._placement.plan import Plan
-from fdp._placement.transfers import Watch, watched
+from fdp._placement.slot import Slot
+from fdp._placement.transfers import Watch
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
 from fdp._rows.noting import Notes, joined, two_numbers
-from fdp._transforms.bind import planned
-from fdp._transforms.call import Known, State, take_steps
-from fdp._transforms.dry_run import APART, Fakes, problem_of
+from fdp._transforms.call import Known, State
+from fdp._transforms.dry_run import Fakes, problem_of, without_data
+from fdp._transforms.losses import Shard, aliases, loss_of
 from fdp._trees import torch_private
-from fdp._trees.tree import tensors_in, tree_map
+from fdp._trees.tree import map_tensors, tensors_in
 from fdp._trees.types import Function, Tree
 
 Do = Callable[[Plan, State], None]
@@ -83,60 +85,59 @@ def _noted(fn: Function) -> dict[Plan, tuple[Draw, ...]]:
 
 def _draws(plan: Plan, state: State) -> tuple[Draw, ...]:
     """Run the function with two numbers of rows on one slot, and see what it draws."""
-    found: list[Notes] = []
-    for rows in two_numbers(
-        n for x in tensors_in([leaf.tensors(v) for leaf, v in _pairs(plan, state)]) for n in x.shape
-    ):
-        notes = Notes(rows)
-        one = {"devices": state.device, "weights": None, "executor": "sequential", "seed": Seed(0, "rows", notes)}
-        call = state.call._replace(options=state.call.options._replace(**one), kind=state.kind.on_one())
-        with _apart(state.where), Fakes() as fakes, watched(Watch(), alone=True):
-            fakes.has_graph = not torch_private.is_transformed()
-            make, item = partial(_made, state.where, notes, fakes), partial(_item, notes, fakes)
-            try:
-                leaves = [leaf.remade(value, rows, make, item) for leaf, value in _pairs(plan, state)]
-                take_steps(*planned(call, state.flat(plan)._replace(leaves=leaves)))
-            except Exception as error:
-                if type(error) is RuntimeError and "randomness='rows'" in str(error):
-                    raise
-                raise RuntimeError(
-                    f"{state.where}: randomness='rows': to see what it draws, the function was run on {rows} rows "
-                    f"without data, and there it fails: {problem_of(error, fakes)}"
-                ) from error
-        found.append(notes)
-    return joined(found[0], found[1], state.where)
+    each = list(zip(plan.leaves, state.values, strict=True))
+    one, other = two_numbers(n for leaf, value in each for x in leaf.tensors(value) for n in x.shape)
+    return joined(_notes(plan, state, one), _notes(plan, state, other), state.where)
 
 
-def _pairs(plan: Plan, state: State) -> Any:
-    return zip(plan.leaves, state.values, strict=True)
+def _notes(plan: Plan, state: State, rows: int) -> Notes:
+    """What the function draws for so many rows: it is run on tensors without data."""
+    notes, own = Notes(rows), Partition((0,), (state.device,), (rows,))
+    slot = Slot(0, 1, range(rows), state.device, state.call.options.axis_name)
+    with without_data(Watch()) as fakes:
+        fakes.has_graph = not torch_private.is_transformed()
+        make, item = partial(_made, state.where, notes, fakes, state.device), partial(_item, notes, fakes, state.device)
+        try:
+            each = zip(plan.leaves, state.values, strict=True)
+            leaves = [leaf.parts(leaf.remade(value, rows, make, item), own)[0] for leaf, value in each]
+            run_all([partial(_run, plan, state, leaves)], [slot], seed=Seed(0, "rows", notes))
+        except Exception as error:
+            if type(error) is RuntimeError and "randomness='rows'" in str(error):
+                raise
+            raise RuntimeError(
+                f"{state.where}: randomness='rows': to see what it draws, the function was run on {rows} rows "
+                f"without data, and there it fails: {problem_of(error, fakes)}"
+            ) from error
+    return notes
 
 
-def _apart(where: str) -> contextlib.AbstractContextManager[object]:
-    try:
-        APART.__enter__()
-    except RuntimeError as error:  # torch refuses to be asked for eager code where it compiles
-        raise RuntimeError(
-            f"{where}: randomness='rows' cannot be used inside torch.compile: compile the function of a shard instead"
-        ) from error
-    stack = contextlib.ExitStack()
-    stack.push(APART)
-    return stack
+def _run(plan: Plan, state: State, leaves: list[Any]) -> None:
+    """Run the function, and if it is differentiated by autograd, the backward too, which may draw."""
+    if plan.gradients is None or plan.gradients.needs_func:
+        state.run_shard(leaves)
+        return
+    shard = Shard(0, leaves, plan.gradients)
+    with torch.enable_grad():
+        tensors = aliases(shard.tensors, False)
+        loss, _ = loss_of(state, shard.leaves(tensors))
+        if loss.requires_grad and tensors:
+            torch.autograd.grad(loss, tensors, allow_unused=True)
 
 
-def _made(where: str, notes: Notes, fakes: Fakes, tensor: Tensor, dim: int | None) -> Tensor:
+def _made(where: str, notes: Notes, fakes: Fakes, device: torch.device, tensor: Tensor, dim: int | None) -> Tensor:
     """A tensor without data, with so many rows."""
     if dim is None:
-        return fakes.of(tensor)
+        return fakes.of(tensor).to(device)
     if tensor.layout is not torch.strided:
         raise RuntimeError(f"{where}: randomness='rows': the rows of a tensor of layout {tensor.layout} are not known")
     shape = list(tensor.shape)
     shape[dim] = notes.rows
-    fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    fake = torch.empty(shape, dtype=tensor.dtype, device=device)
     return fake.requires_grad_() if tensor.requires_grad and fakes.has_graph else fake
 
 
-def _item(notes: Notes, fakes: Fakes, item: Tree, row: int) -> Tree:
+def _item(notes: Notes, fakes: Fakes, device: torch.device, item: Tree, row: int) -> Tree:
     """The tree of a row, whose tensors are of no other."""
-    own = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, fakes.of(item))
+    own = map_tensors(lambda x: x.to(device).detach().requires_grad_(x.requires_grad), fakes.of(item))
     notes.items.update(dict.fromkeys(map(id, tensors_in(own)), row))
     return own

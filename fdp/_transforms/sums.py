@@ -62,9 +62,9 @@ def gradient_plan(
     in_parts = tuple([i for i in places if leaves[i].summed(values[i]) is None])
     large = [i for i in places if isinstance(values[i], Tensor) and _is_large(values[i])]
     small = [i for i in places if i not in large]
-    if not (needs_func or in_parts) and _PLAIN.issuperset(map(type, values)):
-        if all(accumulator(value.dtype) is value.dtype for value in values):
-            usual = [(value.dtype, target or value.device, torch.strided, False) for value in values]
+    are_plain = _PLAIN.issuperset(map(type, values)) and not (needs_func or in_parts)
+    if are_plain and all(accumulator(value.dtype) is value.dtype for value in values):
+        usual = [(value.dtype, target or value.device, torch.strided, False) for value in values]
     at, are_tensors = tuple([leaf.index for leaf in leaves]), all(isinstance(value, Tensor) for value in values)
     own = tuple(leaves), at, tuple(structures), are_tensors, in_parts, usual, large, small
     return GradientPlan(*own, needs_func, is_attached)

@@ -14,9 +14,8 @@ from fdp._placement.transfers import Transfer
 from fdp._transforms.arguments import IN_ORDER, check_function, check_order, input_args, star_args
 from fdp._transforms.bind import run
 from fdp._transforms.call import Call, CallKind, Known, Options, State
-from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import MapOptions, Mapped
-from fdp._transforms.steps import begin, end, ran, run_shards, says, trace_shards
+from fdp._transforms.steps import begin, end, running, says
 from fdp._trees.tracebacks import OF_JAX, api_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
@@ -168,9 +167,8 @@ class Joining(CallKind):
         self.target = None if target is None else as_device(target, where)
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
         joining = join_outputs if known.peers is ALONE else join_over_processes
-        return [*begin(known), run, *end(known), Step(joining, says("join outputs"))], None
+        return [*begin(known), running(known), *end(known), Step(joining, says("join outputs"))], None
 
     def outputs(
         self, plan: Plan, values: Sequence[Any], state: State, copies: Sequence[Transfer]

@@ -1,6 +1,5 @@
 """The arguments of a call, named for messages and checked."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import names
-from fdp._trees.types import Dims, Function, Tree
+from fdp._trees.types import Dims, Tree
 
 
 class Args(NamedTuple):
@@ -81,43 +80,6 @@ def dims_by_name(kwargs: Mapping[str, Tree], dims: Dims, where: str) -> Sequence
             f"{where}: kwarg_dims names {names(unknown)}, but the keyword arguments are {names(list(kwargs))}"
         )
     return [each.get(name, 0) for name in kwargs]
-
-
-def check_several(fn: Function, given: Args, where: str) -> None:
-    """Raise if a function takes the elements of a list, and the list was passed: a loader makes lists of (x, y)."""
-    args, kwargs = given.trees[: given.positional], dict.fromkeys(given.keywords)
-    several = [(i, found) for i, found in enumerate(map(_elements, args)) if found is not None and len(found) != 1]
-    if not several or torch.compiler.is_dynamo_compiling():
-        return
-    try:
-        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    if _binds(signature, args, kwargs):
-        return
-    for i, elements in several:
-        if _binds(signature, [*args[:i], *elements, *args[i + 1 :]], kwargs):
-            tree, name, is_spread = args[i], given.names[i], isinstance(args[i], Slots)
-            kind = f"{type(tree).__name__} of {type(tree.shards[0]).__name__}s" if is_spread else type(tree).__name__
-            way_out = ("inputs.unzip()" if is_spread else "tuple(inputs)") if name == "inputs" else "*batch"
-            raise TypeError(
-                f"{where}: {name} is one argument, a {kind} of {len(elements)}, and the function takes {signature}. "
-                f"Pass {way_out}{'.unzip()' if is_spread and name != 'inputs' else ''}"
-            )
-
-
-def _elements(tree: Tree) -> Sequence[Tree] | None:
-    """Those of a list or tuple, also if each slot has one."""
-    tree = tree.shards[0] if isinstance(tree, Slots) else tree
-    return tree if type(tree) in (list, tuple) else None
-
-
-def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 IN_ORDER = {

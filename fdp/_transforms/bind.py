@@ -23,7 +23,7 @@ from fdp._placement.peers import ALONE, Peers, peers_of
 from fdp._placement.plan import Plan, places_of
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
 from fdp._placement.split_dims import check_lists, resolve
-from fdp._transforms.arguments import check_function, check_several
+from fdp._transforms.arguments import check_function
 from fdp._transforms.around import Around, look_around
 from fdp._transforms.call import Call, Known, State, take_steps
 from fdp._trees.functions import known_by
@@ -104,7 +104,6 @@ def _check(call: Call) -> None:
     where = call.options.where
     check_function(call.fn, where)
     check_executor(call.options.executor, where)
-    check_several(call.fn, call.args, where)
 
 
 def decide(call: Call, flat: Flat, around: Around, peers: Peers) -> Plan:

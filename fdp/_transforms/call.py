@@ -67,10 +67,6 @@ class CallKind(abc.ABC):
         """Agree on a call with other processes: what has to be the `same` in all, and which shards this one has."""
         return peers.begin(where, plan, flats, same)
 
-    def dry(self) -> "CallKind":
-        """The same where tensors have no data."""
-        return self
-
     def outputs(
         self, plan: Plan, values: Sequence[Any], state: "State", copies: Sequence[Transfer]
     ) -> Iterator[PlannedLeaf]:
@@ -153,7 +149,7 @@ def call_shard(fn: Function, args: Sequence[Tree], kwargs: dict[str, Tree]) -> A
     try:
         return fn(*args, **kwargs)
     except (TypeError, AttributeError) as error:
-        note_lists(error, args, 0, "the function", "pass tuple(batch) to dp_apply, *batch to others")
+        note_lists(error, args, 0, "the function", _ELEMENTS)
         if "devices" in kwargs and "unexpected keyword argument 'devices'" in str(error):
             error.add_note("devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)")
         raise
@@ -162,6 +158,9 @@ def call_shard(fn: Function, args: Sequence[Tree], kwargs: dict[str, Tree]) -> A
             with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
                 error.add_note(f"the function was called with {summary((*args, *kwargs.values()))}")
         raise
+
+
+_ELEMENTS = "pass tuple(batch) to dp_apply, *batch to others, and .unzip() of what is on slots"
 
 
 def take_steps(plan: Plan, state: State) -> None:

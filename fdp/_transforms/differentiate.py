@@ -1,6 +1,5 @@
 """How a loss over a batch is differentiated: checked settings, and the call that they describe."""
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -188,18 +187,6 @@ class Differentiation(CallKind):
             needs_func=around.needs_func,
             is_attached=is_attached and known.peers is ALONE,
         )
-
-    def dry(self) -> "Differentiation":
-        count = self.count
-        if count is None:
-            return self
-
-        def where_it_is(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.suppress(Exception):  # it may need data
-                return count(*args, **kwargs)
-            return 1
-
-        return dataclasses.replace(self, count=where_it_is)
 
     def outputs(
         self, plan: Plan, values: Sequence[Any], state: State, copies: Sequence[Transfer]

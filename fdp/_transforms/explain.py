@@ -11,7 +11,7 @@ from fdp._transforms.arguments import IN_ORDER, check_order, input_args
 from fdp._transforms.call import Call, Options
 from fdp._transforms.differentiate import Differentiation, settings_of
 from fdp._transforms.explained import explained
-from fdp._trees.tracebacks import OF_JAX, api_boundary
+from fdp._trees.tracebacks import OF_JAX, api_boundary, inside_boundary
 from fdp._trees.types import AUTO, Auto, DeviceLike, Devices, Dims, Executor, Function, Randomness, Tree
 
 
@@ -70,14 +70,12 @@ def explain(
         ValueError, TypeError, RuntimeError: What `dp_apply` would raise for these arguments, or for outputs that
             cannot be joined; a mesh, or a transform of torch.func around the call.
     """
-    where = "explain"
+    where, options = "explain", locals()
     check_order(inputs, devices, where)
     given = {} if kwargs is None else kwargs
     settings = settings_of(fn)
     if settings is not None:
-        options: dict[str, Any] = {"devices": devices, "in_dims": in_dims, "kwarg_dims": kwarg_dims}
-        options |= {"out_dims": out_dims, "output_device": output_device, "weights": weights, "executor": executor}
-        _check_said(settings, options | {"seed": seed, "randomness": randomness, "axis_name": axis_name})
+        _check_said(settings, options)
         own = (params, *inputs) if type(inputs) is tuple else (params, inputs)
         return explained(dataclasses.replace(settings, where=where).call(own, dict(given)))
     how = Options(where, devices, weights, executor, seed_of(seed, randomness, where), axis_name)
@@ -87,13 +85,10 @@ def explain(
 
 def _check_said(settings: Differentiation, options: Mapping[str, Any]) -> None:
     """Options of a gradient function are those that it was made with."""
-    given = [name for name, value in options.items() if value != _DEFAULTS.get(name)]
+    usual = {"devices": None, **inside_boundary(explain).__kwdefaults__}
+    given = [name for name, value in usual.items() if name != "kwargs" and options[name] != value]
     if given:
         raise TypeError(
             f"explain: {', '.join(given)}: a gradient function is explained with what it was made with. Write "
             f"{settings.where}(loss, {given[0]}=...)"
         )
-
-
-_WORDS = {"executor": "auto", "randomness": "different", "axis_name": "data"}
-_DEFAULTS = {"in_dims": 0, "kwarg_dims": 0, "out_dims": AUTO, **_WORDS}

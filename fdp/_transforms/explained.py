@@ -36,7 +36,7 @@ def explained(call: Call) -> Plan:
         _check_layouts(flat, plan.devices)
         fakes.has_graph = has_autograd(plan.slots)
         dry = Dry(call.fn, watch.copies, fakes, plan.gradients is not None)
-        own = call._replace(fn=dry, options=call.options._replace(seed=None), kind=call.kind.dry())
+        own = call._replace(fn=dry, options=call.options._replace(seed=None))
         try:
             with contextlib.nullcontext() if fakes.has_graph else torch.no_grad():
                 leaves = [fakes.of(leaf) for leaf in flat.leaves]

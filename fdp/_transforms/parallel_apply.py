@@ -16,9 +16,8 @@ from fdp._placement.sharded import Sharded, Slots
 from fdp._transforms.arguments import star_args
 from fdp._transforms.bind import run
 from fdp._transforms.call import Begun, Call, CallKind, Known, Options, State
-from fdp._transforms.row_seed import by_rows
 from fdp._transforms.signatures import SlotOptions, Untold
-from fdp._transforms.steps import ran, run_shards, says, trace_shards
+from fdp._transforms.steps import running, says
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.tree import Flat
 from fdp._trees.types import Devices, Executor, Function, Randomness, Tree
@@ -100,8 +99,8 @@ class StayingThere(CallKind):
         return slots, Partition(tuple(range(len(slots))), slots, sizes)
 
     def steps(self, known: Known) -> tuple[Sequence[Step], None]:
-        run = Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), ran)
-        return [Step(place_own, says("copy to every slot")), run, Step(leave_there, says("leave results there"))], None
+        place, leave = Step(place_own, says("copy to every slot")), Step(leave_there, says("leave results there"))
+        return [place, running(known), leave], None
 
 
 def place_own(plan: Plan, state: State) -> None:

@@ -18,6 +18,7 @@ from fdp._placement.moves import layers
 from fdp._placement.peers import ALONE
 from fdp._placement.plan import Plan, Step
 from fdp._transforms.call import Known, State
+from fdp._transforms.row_seed import by_rows
 from fdp._trees import torch_private
 from fdp._trees.listing import listed
 from fdp._trees.table import count_text, runs_text
@@ -53,8 +54,12 @@ def _said(text: str, plan: Plan) -> str:
     return text
 
 
-def ran(plan: Plan) -> str:
-    """What is said of running the function."""
+def running(known: Known) -> Step:
+    """Running the function on each shard."""
+    return Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), _ran)
+
+
+def _ran(plan: Plan) -> str:
     return f"run {shards_text(plan)}"
 
 

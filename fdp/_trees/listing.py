@@ -49,16 +49,17 @@ def differing(texts: Sequence[str], owners: Sequence[str]) -> str:
 
 def note_lists(error: Exception, args: Sequence[Any], first: int, function: str, write: str) -> None:
     """Say of an error that may come of it that an argument is a list, such as a batch that a loader has made."""
-    lists = [i for i, arg in enumerate(args) if type(arg) is list]
+    kinds = (list, tuple) if "missing" in str(error) else (list,)
+    several = [i for i, arg in enumerate(args) if type(arg) in kinds]
     known = any(_AS_PASSED in note for note in getattr(error, "__notes__", ()))
-    if lists and not known and ("argument" in str(error) or "list" in str(error)):
-        which = f"argument {first + lists[0]} of {function} {_AS_PASSED}"
+    if several and not known and ("argument" in str(error) or "list" in str(error)):
+        which = f"argument {first + several[0]} of {function} is a {type(args[several[0]]).__name__}{_AS_PASSED}"
         note = f"{which}. For its elements as arguments of their own {write}"
         with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
             error.add_note(note)
 
 
-_AS_PASSED = "is a list, as it was passed"
+_AS_PASSED = ", as it was passed"
 
 
 def around_difference(texts: Sequence[str], room: int) -> list[str]:

@@ -259,17 +259,6 @@ def test_a_plan_keeps_no_keys():
     assert [each() for each in held] == [None] * len(held)
 
 
-def test_the_advice_for_lists_is_given_after_another_call_too():
-    def loss(w: Any, x: Any, y: Any) -> Any:
-        return x
-
-    for _ in range(2):
-        with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            fdp.dp_apply(loss, None, fdp.scatter(numbers(4), SLOTS), SLOTS)
-        with pytest.raises(TypeError, match=r"Pass inputs.unzip\(\)"):
-            fdp.dp_apply(loss, None, fdp.scatter([numbers(4), numbers(4)], SLOTS), SLOTS)
-
-
 def test_many_signatures_are_forgotten():
     def own(_: Any, x: Any) -> Any:
         return x

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, same_of, sums
+from fdp.distributed._places import Tag
 
 Grad = Tensor | None
 

@@ -18,8 +18,9 @@ from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import CheckpointFiles
-from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, share
+from fdp.distributed._places import Tag
 from fdp.distributed._portable import data_of, fitting, outline, pack, room_for, size_of, unpack
 
 _CHUNK = 2**26  # bytes that are sent at once

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fdp._placement.moves import accumulator, bytes_of
 from fdp._trees.tracebacks import text_of
-from fdp.distributed._epoch import Elsewhere, Epoch, Tag
+from fdp.distributed._epoch import Epoch
+from fdp.distributed._places import Elsewhere, Tag
 
 MOST = 24  # numbers: all headers have one size, since processes may meet with different ones by mistake
 

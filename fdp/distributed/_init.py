@@ -14,11 +14,11 @@ from fdp._execution.forks import is_forked
 from fdp._placement.devices import as_devices, available_devices
 from fdp._placement.partition import balanced
 from fdp._trees.types import Devices
-from fdp.distributed._epoch import Tag, first_sentence
 from fdp.distributed._exchange import objects
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
 from fdp.distributed._peers import MeshPeers
+from fdp.distributed._places import Tag, first_sentence
 from fdp.distributed._world import World, leave_at_exit
 
 _BELONGS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()

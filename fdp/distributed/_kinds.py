@@ -11,8 +11,9 @@ from fdp._placement.moves import bytes_of
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
 from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, digest_of, flatten
-from fdp.distributed._epoch import Elsewhere, Epoch, Tag
+from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects
+from fdp.distributed._places import Elsewhere, Tag
 
 
 def kinds_of(flats: Sequence[Flat]) -> list[Any]:

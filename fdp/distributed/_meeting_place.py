@@ -4,33 +4,44 @@ import datetime
 import os
 import time
 import uuid
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fdp.distributed._notices import NOTICES, Notices
-from fdp.distributed._waits import Wait
+from fdp.distributed._waits import in_thread, tell
 
 _PAUSE = 0.005  # seconds between looks into the store
+_SLICE = 0.5  # seconds between looks at the limit
 
 
-def meeting_place(limit: datetime.timedelta, notices: Notices = NOTICES) -> tuple[Any, int, int]:
+def meeting_place(limit: datetime.timedelta) -> tuple[Any, int, int]:
     """The store that the environment names, this process's rank, and how many there are. Ctrl-C is heard meanwhile.
 
     Raises:
         RuntimeError: The processes do not come within the limit.
     """
-    own = os.environ["RANK"]
-    wait = Wait("init", own, limit, notices)
+    own, began = os.environ["RANK"], time.monotonic()
     others = "process 0" if int(own) else f"all {os.environ['WORLD_SIZE']} processes"
-    who = f"{others} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+    def goes_on(who: str) -> None:
+        most = limit.total_seconds()
+        if time.monotonic() > began + most + 1:  # what torch says of the same limit comes first
+            raise RuntimeError(f"no sign of {who}")
+        start = f"fdp: init: process {own} has waited"
+        tell(began, lambda seconds: f"{start} {seconds:.0f} s of at most {most:g} s for {who}")
+
     # By itself it would wait for ever where something listens on the port and says nothing.
-    store, rank, size = wait.result_of(lambda: next(iter(rendezvous("env://", timeout=limit))), who)
-    return PrefixStore(_name_of_start(store, rank, size, wait), store), rank, size
+    found = in_thread(lambda: next(iter(rendezvous("env://", timeout=limit))))
+    while not futures.wait([found], _SLICE).done:
+        goes_on(f"{others} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    store, rank, size = found.result()
+    return PrefixStore(_name_of_start(store, rank, size, goes_on), store), rank, size
 
 
-def _name_of_start(store: Any, rank: int, size: int, wait: Wait) -> str:
+def _name_of_start(store: Any, rank: int, size: int, goes_on: Callable[[str], None]) -> str:
     """A name that the processes of this start agree on, and those of no start before.
 
     torchrun keeps its store through restarts, with the addresses of processes that are no more:
@@ -40,7 +51,7 @@ def _name_of_start(store: Any, rank: int, size: int, wait: Wait) -> str:
     if rank:
         store.set(f"fdp/here/{rank}", own)
         while not store.check([f"fdp/name/{own}"]):  # `get` would wait, and not hear Ctrl-C
-            wait.goes_on("process 0")
+            goes_on("process 0")
             time.sleep(_PAUSE)
         name = store.get(f"fdp/name/{own}").decode()
         store.set(f"fdp/seen/{name}/{rank}", "")
@@ -56,6 +67,6 @@ def _name_of_start(store: Any, rank: int, size: int, wait: Wait) -> str:
             if store.check([f"fdp/seen/{own}/{other}"]):
                 late.discard(other)
         if late:
-            wait.goes_on(f"process {', '.join(map(str, sorted(late)))}")
+            goes_on(f"process {', '.join(map(str, sorted(late)))}")
             time.sleep(_PAUSE)
     return own

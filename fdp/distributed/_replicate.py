@@ -9,8 +9,9 @@ from fdp._trees.listing import listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, same_of, share
+from fdp.distributed._places import Tag
 
 
 def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:

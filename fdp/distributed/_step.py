@@ -14,9 +14,10 @@ from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import Refused
 from fdp.distributed._call import CAPTURED, MeshCall, Same
-from fdp.distributed._epoch import END, Epoch, Tag
+from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, same_of
 from fdp.distributed._outputs import Outline, Own
+from fdp.distributed._places import END, Tag
 from fdp.distributed._sum import PLAIN, Wire
 
 

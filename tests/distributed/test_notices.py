@@ -13,50 +13,27 @@ import pytest
 import torch
 
 import fdp
-from fdp.distributed import _meeting_place, init, launch
-from fdp.distributed._epoch import Tag
+from fdp.distributed import _meeting_place, _waits, init, launch
 from fdp.distributed._exchange import meet
-from fdp.distributed._notices import Notices
+from fdp.distributed._places import Tag
 from tests.distributed.pool import Pool
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def said_at(*seconds: float, begins: tuple[float, ...] = (0.0,)) -> list[float]:
-    """When lines are said, if waits begin at these times, and each of them looks at these."""
-    clock, found, waits = Clock(), list[float](), list[Any]()
-    notices = Notices(10.0, 60.0, clock)
-    for clock.now in sorted({*begins, *seconds}):
-        if clock.now in begins:
-            waits.append(notices.begin())
-        for say in waits:
-            say(lambda waited: found.append(clock.now) or "text")
-    return found
-
-
-def test_a_wait_is_told_once_after_a_while():
-    assert said_at(9.0, 11.0, 12.0, 100.0) == [11.0]
-
-
-def test_lines_are_a_minute_apart():
-    assert said_at(11.0, 16.0, 70.0, 72.0, begins=(0.0, 5.0)) == [11.0, 72.0]
-
-
-def test_nothing_is_said_of_a_wait_that_is_over(caplog: pytest.LogCaptureFixture):
-    clock = Clock()
-    say = Notices(10.0, 60.0, clock).begin()
-    clock.now = 11.0
-    say(lambda waited: None)
-    assert not caplog.records
-    say(lambda waited: f"waited {waited:g} s")
-    assert [record.getMessage() for record in caplog.records] == ["waited 11 s"]
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [
+        ([(0, 9), (0, 11), (0, 12), (0, 70), (0, 72)], [11, 72]),  # once after a while, and then a minute later
+        ([(0, 11), (5, 16), (5, 70), (5, 72)], [11, 72]),  # also of other waits
+        ([(0, 9), (9, 18), (18, 28.5)], [28.5]),  # nothing of a wait that is over
+    ],
+)
+def test_when_lines_are_said(waits: Any, expected: list[float], monkeypatch: pytest.MonkeyPatch):
+    found = list[float]()
+    monkeypatch.setattr(_waits, "_told", float("-inf"))
+    for began, now in waits:
+        monkeypatch.setattr(_waits.time, "monotonic", lambda now=now: now)
+        _waits.tell(began, lambda seconds, now=now: found.append(now) or "text")
+    assert found == expected
 
 
 class Kept(logging.Handler):
@@ -75,7 +52,7 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
     paths = [folder / str(rank) for rank in range(len(mesh.slots))]
     kept, logger = Kept(paths[mesh.rank]), logging.getLogger("fdp.distributed")
     epoch = mesh.processes.world.epoch
-    before, epoch.notices = epoch.notices, Notices(after=0.5)
+    before, _waits._AFTER, _waits._told = _waits._AFTER, 0.5, float("-inf")
     meet(epoch, Tag("all begin together"))
     logger.addHandler(kept)
     try:
@@ -87,7 +64,7 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
         for _ in range(2):
             meet(epoch, Tag("this call"), [1, 2])
     finally:
-        epoch.notices = before
+        _waits._AFTER = before
         logger.removeHandler(kept)
     return paths[mesh.rank].read_text() if paths[mesh.rank].exists() else ""
 
@@ -123,10 +100,12 @@ def test_init_says_for_whom_it_waits_and_hears_ctrl_c(
     monkeypatch.setattr(_meeting_place, "rendezvous", lambda *args, **options: iter([(AskedFor(), rank, 3)]))
     for name, value in {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_waits, "_AFTER", 0.1)
+    monkeypatch.setattr(_waits, "_told", float("-inf"))
     hits = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     hits.start()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        _meeting_place.meeting_place(datetime.timedelta(seconds=20), Notices(after=0.1))
+        _meeting_place.meeting_place(datetime.timedelta(seconds=20))
     hits.join()
     (record,) = caplog.records
     assert record.getMessage() == f"fdp: init: process {rank} has waited 0 s of at most 20 s for {late}"

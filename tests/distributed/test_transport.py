@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fdp.distributed import _epoch, _init
-from fdp.distributed._epoch import Epoch, Tag
+from fdp.distributed._epoch import Epoch
+from fdp.distributed._places import Tag
 
 
 class Work:

@@ -1,6 +1,7 @@
 """The part of a process in a call on a mesh: it begins together, and ends together."""
 
 import itertools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from fdp.distributed._exchange import MOST, meet, objects, same_of, sums
 from fdp.distributed._outputs import Outline, Own, weighted
 from fdp.distributed._places import END, Elsewhere, Tag
 from fdp.distributed._sum import SCALE
-from fdp.distributed._table import MeshSlot, Once, Table
+from fdp.distributed._table import MeshSlot, Table
 
 
 class Same(NamedTuple):
@@ -34,14 +35,15 @@ class Same(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What all processes say at the end: those that have shards, their outlines, and whether any has asked for places.
+    """What all processes say at the end: those that have shards, the weight of all, and whether any asked for places.
 
-    `more` is what they say besides.
+    `outline` and `more` are what all of these say.
     """
 
     active: list[int]
-    outlines: list[list[Outline]]
+    weight: float
     have_asked: bool
+    outline: Outline | None
     more: Any
 
 
@@ -64,13 +66,24 @@ class MeshCall(PeerCall):
     ) -> None:
         self.epoch, self.slots, self.where, self.kind, self.flats = epoch, slots, where, kind, flats
         self.rows_here, self.number = rows, epoch.calls
-        self.table = Once(self._ask)
         self.has_asked = False
         self.chain = Chain()
-        self._count = 0.0
-        self._whole = Once(self._sum_of_counts)
+        self._table: Table | None = None
+        self._whole: float | None = None
+        self._lock = threading.RLock()
 
     # ---- rows and places
+
+    def table(self) -> Table:
+        with self._lock:  # shards that run side by side may ask at once
+            if self._table is None:
+                self._table = self._ask()
+            return self._table
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the table is."""
+        return self._table is not None
 
     def _ask(self) -> Table:
         """The rows of all processes, which are all here, for the same."""
@@ -100,7 +113,7 @@ class MeshCall(PeerCall):
     @property
     def is_active(self) -> bool:
         """Whether this process has shards."""
-        return len(self.rows_here) > 0 or (self.table.is_known and len(self.table().sizes[self.epoch.rank]) > 0)
+        return len(self.rows_here) > 0 or (self.is_known and len(self.table().sizes[self.epoch.rank]) > 0)
 
     def places(self, own: Sequence[Slot]) -> Sequence[Slot]:
         most, rank = sum(self.slots), self.epoch.rank
@@ -115,12 +128,10 @@ class MeshCall(PeerCall):
     def whole(self, own: float, *, counts: bool) -> float:
         if not counts:
             return self.table().rows
-        self._count = own
-        return self._whole()
-
-    def _sum_of_counts(self) -> float:
-        tag = Tag(f"count of {self.where}", same_of(self.number))
-        return sum(objects(self.epoch, self._count, tag))
+        with self._lock:
+            if self._whole is None:
+                self._whole = sum(objects(self.epoch, own, Tag(f"count of {self.where}", same_of(self.number))))
+            return self._whole
 
     # ---- collectives, and gradients around the call
 
@@ -177,33 +188,34 @@ class MeshCall(PeerCall):
         own = Own(out, device, where)
         if any(x.numel() for x in captured(tensors_in(out.shards), self._inputs())):  # a token has no elements
             raise ValueError(CAPTURED)
-        ended = self.exchange([own])
+        ended = self.exchange(own)
         terms, n = own.terms(self.epoch.rank, self.epoch.size, ended.active), len(own.means)
         terms[:n] = [weighted(x, own.weight) for x in terms[:n]]
         is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in terms)
         add = AllReduce.apply if is_tracked else _sums
         found = list(add(self.epoch, END + self.where, *terms)) if terms else []
-        total = sum(outline.weight * SCALE for (outline,) in ended.outlines)
-        found[:n] = [x / total for x in found[:n]]
+        found[:n] = [x / (ended.weight * SCALE) for x in found[:n]]
         return self._tied(own.put(found, ended.active)), own
 
-    def exchange(self, each: Sequence[Own], text: str = "", more: Any = None) -> Ended:
+    def ending(self, same: int, own: Own | None, text: str = "") -> Tag:
+        """Where a process is that has come to this."""
+        return Tag(END + self.where, same, lambda: "\n".join([self.say(), own.text if own else "", text]))
+
+    def exchange(self, own: Own | None, text: str = "", more: Any = None) -> Ended:
         """What all have come to, but for tensors. What is not here is then known as in others."""
-        name = END + self.where
-        tag = Tag(name, same_of((self.number, self.kind.number)), self.say)
-        mine = ([own.outline for own in each], text, self.has_asked, more) if self.is_active else None
+        tag = self.ending(same_of((self.number, self.kind.number)), own, text)
+        mine = (own and own.outline, text, self.has_asked, more) if self.is_active else None
         every = objects(self.epoch, mine, tag)
         active = [rank for rank, found in enumerate(every) if found is not None]
         outlines, texts, asked, added = (list(column) for column in zip(*filter(None, every), strict=True))
-        said = ["\n".join([*(x.text for x in own), text]) for own, text in zip(outlines, texts, strict=True)]
+        said = [f"{outline.text if outline else ''}\n{text}" for outline, text in zip(outlines, texts, strict=True)]
         if len(set(said)) > 1:
             different = differing(said, [f"process {rank}" for rank in active])
             raise Elsewhere(f"{self.where}: the processes do not fit together: {different}")
-        for own, column in zip(each, zip(*outlines, strict=True), strict=True):
-            if own.flat is None:
-                own.take(column[0])
-            own.agree(active, column)
-        return Ended(active, outlines, any(asked), added[0])
+        if own is not None:
+            own.agree(active, outlines)
+        weight = sum(outline.weight for outline in outlines if outline)
+        return Ended(active, weight, any(asked), outlines[0], added[0])
 
     def _tied(self, tree: Tree) -> Tree:
         """What comes out; a backward from it comes to all collectives."""

@@ -1,7 +1,7 @@
 """What of a call is the same in all processes: as numbers to be compared, and as text for people where they differ."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,18 @@ def kinds_of(flats: Sequence[Flat]) -> list[Any]:
 
 def said_of(flats: Sequence[Flat], same: Mapping[str, Any]) -> str:
     """The same for people, with the options, a line each."""
-    leaves = [(f.path(i), x, d) for f in flats for i, (x, d) in enumerate(zip(f.leaves, f.specs, strict=True))]
-    return "\n".join([f"{k}={v!r}" for k, v in same.items()] + [f"{path} {_said(x, d)}" for path, x, d in leaves])
+    return "\n".join([f"{name}={value!r}" for name, value in same.items()] + [x for flat in flats for x in _said(flat)])
+
+
+def _said(flat: Flat) -> Iterator[str]:
+    for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
+        if isinstance(leaf, Slots):
+            yield from _said(flatten(leaf.shards[0], flat.path(i), 0 if isinstance(leaf, Sharded) else None))
+        elif isinstance(leaf, Tensor):
+            shape = list(leaf.shape) if spec is None else f" of {leaf.ndim} dimensions"
+            yield f"{flat.path(i)} {str(leaf.dtype).removeprefix('torch.')}{shape}"
+        else:
+            yield f"{flat.path(i)} {type(leaf).__name__}"
 
 
 def _kind(leaf: Any, spec: Any) -> Any:
@@ -34,13 +44,6 @@ def _kind(leaf: Any, spec: Any) -> Any:
         inner = flatten(leaf.shards[0], "", None)
         return digest_of(inner), [_kind(x, spec if isinstance(leaf, Sharded) else None) for x in inner.leaves]
     return None
-
-
-def _said(leaf: Any, spec: Any) -> str:
-    if isinstance(leaf, Tensor):
-        shape = list(leaf.shape) if spec is None else f" of {leaf.ndim} dimensions"
-        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
-    return str(leaf.shards[0] if isinstance(leaf, Slots) else type(leaf).__name__)[:200]
 
 
 def check_values(epoch: Epoch, where: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:

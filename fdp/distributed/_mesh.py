@@ -105,15 +105,12 @@ class Mesh(Spread):
 
     def close(self) -> None:
         """End the mesh, and the process group if `init` made it. All processes do."""
-        if self._is_closed:
-            return
+        is_own = not is_forked(self._process)  # else the mesh is its parent's
+        if is_own and self._owns_group and not self._is_closed and dist.is_initialized():
+            leave()  # Ctrl-C may come meanwhile: then it is still to be left
         self._is_closed = True
-        if is_forked(self._process):  # the mesh is its parent's
-            return
-        if self._processes is not None:
+        if self._processes is not None and is_own:
             self._processes.is_closed = True
-        if self._owns_group and dist.is_initialized():
-            leave()
 
     def __enter__(self) -> Self:
         return self

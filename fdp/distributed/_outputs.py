@@ -103,11 +103,19 @@ class Own:
         flat = self.flat
         if flat is None:
             return None
-        each = enumerate(zip(self.leaves, self.kinds, flat.specs, strict=True))
-        lines = [f"{flat.path(i)} {_said(kind, spec)} under {spec!r}{_needs(leaf)}" for i, (leaf, kind, spec) in each]
         tree = unflatten(flat.structure, [0] * len(self.kinds))
         values = {i: _sendable(value) for i, value in self.values.items()}
-        return Outline(tree, flat.specs, self.kinds, "\n".join([*lines, str(flat.structure)]), self.weight, values)
+        return Outline(tree, flat.specs, self.kinds, self.text, self.weight, values)
+
+    @property
+    def text(self) -> str:
+        """What of it has to be the same everywhere, a line for each leaf; nothing without shards."""
+        flat = self.flat
+        if flat is None:
+            return ""
+        each = enumerate(zip(self.leaves, self.kinds, flat.specs, strict=True))
+        lines = [f"{flat.path(i)} {_said(kind)} under {spec!r}{_needs(leaf)}" for i, (leaf, kind, spec) in each]
+        return "\n".join([*lines, str(flat.structure)])
 
     def take(self, outline: Outline) -> None:
         """Have leaves of no rows, as another process says that they are."""
@@ -116,6 +124,8 @@ class Own:
 
     def agree(self, ranks: Sequence[int], outlines: Sequence[Outline]) -> None:
         """Values are the same in all processes that have shards, and become those of this one."""
+        if self.flat is None:
+            self.take(outlines[0])
         assert self.flat is not None
         for i in self.values:
             first = outlines[0].values[i]
@@ -207,6 +217,8 @@ def _widened(shard: Tree, flat: Flat) -> Tree:
 def _kind(leaf: Any, spec: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf)() if spec == "items" else type(leaf)
+    if spec == "list":  # they stay here, and may be of any kind
+        return list
     shape = list(leaf.shape)
     if type(spec) is int:
         shape[spec] = 0
@@ -217,8 +229,8 @@ def _sendable(leaf: Any) -> Any:
     return leaf.detach().cpu().resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf
 
 
-def _said(kind: Any, spec: Any) -> str:
-    if not isinstance(kind, LeafKind) or spec == "list":
+def _said(kind: Any) -> str:
+    if not isinstance(kind, LeafKind):
         return ""
     return f"{str(kind.dtype).removeprefix('torch.')}{list(kind.shape)}"
 

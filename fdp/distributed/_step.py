@@ -17,7 +17,7 @@ from fdp.distributed._call import CAPTURED, MeshCall, Same
 from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, same_of
 from fdp.distributed._outputs import Outline, Own
-from fdp.distributed._places import END, Tag
+from fdp.distributed._places import Tag
 from fdp.distributed._sum import PLAIN, Wire
 
 
@@ -69,7 +69,7 @@ class StepCall(MeshCall):
         if self._is_global:
             return super().whole(own, counts=counts)
         self._is_local = True
-        return own or float(not self.table.is_known or self.table().rows > 0)
+        return own or float(not self.is_known or self.table().rows > 0)
 
     def enter(self) -> bool:
         """Nothing goes back to the arguments."""
@@ -101,17 +101,20 @@ class StepCall(MeshCall):
             raise ValueError(CAPTURED)
         self.chain.end()
         end = known.last if loss is None else known.ends.get((self._is_global, loss.dtype, rest and rest.key))
+        said = f"loss {None if loss is None else loss.dtype}"
         active: Sequence[int] = ()
         if end is None:
-            active, end = self._agree(loss, weight, rest, grads, gradients.sent_as, device)
-        elif rest is not None:
+            active, end = self._agree(loss, weight, rest, grads, gradients.sent_as, device, said)
+        tag = self.ending(end.wire.mark, rest, said)
+        if rest is not None:
             if rest.flat is None and end.aux is not None:
                 rest.take(end.aux)
-            if rest.needs_all:
-                active = self._active(end.wire)
+            if rest.needs_all and not active:
+                flags = meet(self.epoch, tag, [self.is_active])
+                active = [rank for rank, (is_active,) in enumerate(flags) if is_active]
         value = torch.zeros((), dtype=end.dtype, device=device) if loss is None else loss
         tensors = [*grads, value, *(rest.terms(self.epoch.rank, self.epoch.size, active) if rest else ())]
-        sums = self._summed(end.wire, weight, rest, tensors)
+        sums = self._summed(end.wire, tag, weight, rest, tensors)
         gradients.replace_sums(sums[: len(grads)])
         value, *others = sums[len(grads) :]
         return value, rest.put(others, active) if rest else None
@@ -124,11 +127,10 @@ class StepCall(MeshCall):
         grads: Sequence[Tensor],
         sent_as: torch.dtype | None,
         device: torch.device,
+        said: str,
     ) -> tuple[Sequence[int], End]:
         """The first of its kind: which processes have shards, and how it ends in all of them."""
-        said = [f"gradient {x.dtype} {list(x.shape)}" for x in grads]
-        dtype = None if loss is None else loss.dtype
-        ended = self.exchange([rest] if rest else [], "\n".join([*said, f"loss {dtype}"]), dtype)
+        ended = self.exchange(rest, said, None if loss is None else loss.dtype)
         self._known.asks = ended.have_asked
         terms = rest.terms(self.epoch.rank, self.epoch.size, ended.active) if rest else []
         first, means = PLAIN if weight is None else 0, len(rest.means) if rest else 0
@@ -137,17 +139,14 @@ class StepCall(MeshCall):
         tensors = [*grads, torch.zeros((), dtype=ended.more, device=device), *terms]
         mark = same_of((self.where, self.kind.number, weights, [(x.dtype, tuple(x.shape)) for x in tensors]))
         wire = Wire(tensors, weights, len(grads), sent_as, mark)
-        end = End(wire, ended.more, ended.outlines[0][0] if rest else None)
+        end = End(wire, ended.more, ended.outline)
         self._known.last = self._known.ends[self._is_global, end.dtype, rest and rest.key] = end
         return ended.active, end
 
-    def _active(self, wire: Wire) -> list[int]:
-        tag = Tag(f"shards of {self.where}", wire.mark, self.say)
-        return [rank for rank, (is_active,) in enumerate(meet(self.epoch, tag, [self.is_active])) if is_active]
-
-    def _summed(self, wire: Wire, weight: float | None, rest: Own | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _summed(
+        self, wire: Wire, tag: Tag, weight: float | None, rest: Own | None, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         has_values = rest is not None and len(rest.values) > 0
-        tag = Tag(END + self.where, wire.mark, self.say)
         weights = 0.0 if weight is None else weight, rest.weight if rest else 0.0
         digest = rest.digest if rest and self.is_active else None
         is_read = has_values or weight == 0
@@ -156,8 +155,8 @@ class StepCall(MeshCall):
             raise ValueError(
                 f"{self.where}: there are no rows, or count is zero on all shards: the mean over nothing is not defined"
             )
-        if rest is not None and has_values and not sent.are_same:
-            self.exchange([rest])
+        if has_values and not sent.are_same:
+            self.exchange(rest)
         return sent.found
 
     def last(self, tree: Tree, given: Sequence[Tensor]) -> Tree:

@@ -1,7 +1,5 @@
 """Which process has which rows, and the slots of this process among all."""
 
-import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from fdp._placement.slot import Slot
@@ -56,32 +54,5 @@ class MeshSlot(Slot):
 
     def __str__(self) -> str:
         known = vars(self)
-        is_known = "index" in known or known["_call"].table.is_known
-        return super().__str__() if is_known else f"{known['_own']}, of process {known['_rank']}"
-
-
-@final
-class Once:
-    """A value that is asked for once, also where shards that run side by side ask at once; so is its error."""
-
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self._ask: Callable[[], Any] | None = ask
-        self._lock = threading.RLock()
-        self._found: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def is_known(self) -> bool:
-        return self._ask is None
-
-    def __call__(self) -> Any:
-        with self._lock:
-            if self._ask is not None:
-                ask, self._ask = self._ask, None
-                try:
-                    self._found = ask()
-                except BaseException as error:
-                    self._error = error
-            if self._error is not None:
-                raise self._error
-            return self._found
+        has_place = "index" in known or known["_call"].is_known
+        return super().__str__() if has_place else f"{known['_own']}, of process {known['_rank']}"

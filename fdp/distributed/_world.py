@@ -94,7 +94,7 @@ _TRANSFORMED = (
 
 def leave() -> None:
     """Close all connections, and destroy the group of all processes."""
-    world = _WORLDS.pop(dist.group.WORLD, None)
+    world = _WORLDS.get(dist.group.WORLD)
     if world is not None and not is_forked(world.process) and world.epoch.ended is None:
         world.epoch.close()
     dist.destroy_process_group()

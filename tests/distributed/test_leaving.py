@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fdp
 from fdp.distributed import init, launch
@@ -196,6 +197,28 @@ def is_there(process: int) -> bool:
 @pytest.mark.parametrize("call", [apply_total, gradient, large_gradients])
 def test_an_interrupt_ends_a_process_that_waits_for_the_others(call: Callable[[Any], Any]):
     assert exits(functools.partial(is_interrupted, call)) == [3, 0]
+
+
+def is_interrupted_while_it_leaves() -> None:
+    destroy, patch = dist.destroy_process_group, pytest.MonkeyPatch()
+
+    def interrupted() -> None:
+        patch.setattr(dist, "destroy_process_group", destroy)
+        raise KeyboardInterrupt
+
+    mesh = init(timeout=FOREVER)
+    gradient(mesh)
+    patch.setattr(dist, "destroy_process_group", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        mesh.close()
+    assert dist.is_initialized()
+    if mesh.rank:  # the end of the program leaves it, too
+        mesh.close()
+        assert not dist.is_initialized()
+
+
+def test_what_an_interrupt_has_not_left_is_left_later():
+    assert exits(is_interrupted_while_it_leaves) == [0, 0]
 
 
 def stops(folder: Path) -> None:

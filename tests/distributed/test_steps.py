@@ -1,5 +1,6 @@
 """Gradient steps one after the other: what is sent, what may change from step to step, and who is not in one."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,28 @@ def test_what_it_returns_may_change(two: Pool):
     for found in two(by_kind, 1):
         for (each, _), each_grads in found:
             assert_close_tree((each, each_grads), (value, grads))
+
+
+def widths(mesh: Any, dim: Any) -> list[str]:
+    """Rows of process 1 are wider than those of process 0, from the first step on, and from a later one."""
+    step = fdp.value_and_grad(lambda p, x: ((p * x).mean(), {"a": x if dim == 0 else x[0]}), has_aux=True, aux_dims=dim)
+    same, odd = torch.ones(2, 3), torch.ones(2, 3 + mesh.rank)
+    found = []
+    for x in (odd, same, same, odd, same):
+        try:
+            found.append(str(step(torch.ones(()), fdp.scatter(x, mesh))[0][0].item()))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("dim", ["mean", "sum", "max", None, 0, "stack", "list"])
+def test_results_of_other_widths_are_refused_but_in_lists(two: Pool, dim: Any):
+    for first, *works, later, last in two(widths, 1, dim):
+        assert [*works, last] == ["1.0"] * 3
+        for text in (first, later):
+            named = r"do not fit together: aux\['a'\] float32\[.*3\] .*process 0, aux\['a'\] float32\[.*4\] .*process 1"
+            assert text == "1.0" if dim == "list" else re.search(named, text), text
 
 
 # ---- one process is not in the step

@@ -26,8 +26,8 @@ class CheckpointFiles:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory, self._keep = directory, keep
 
-    def write(self, step: int, state: Any, size: int) -> None:
-        """Add a file, which takes about so many bytes, and remove the oldest."""
+    def write(self, step: int, state: Any) -> None:
+        """Add a file, and remove the oldest."""
         self.directory.mkdir(parents=True, exist_ok=True)
         entries = self._entries()
         number = 1 + max((number for number, _ in entries), default=0)  # steps may go backwards, and repeat
@@ -40,7 +40,7 @@ class CheckpointFiles:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                raise _explained(error, partial, size) from None
+                raise _explained(error, partial) from None
             raise
         _sync(self.directory)
         for _, path in entries[self._keep - 1 :]:
@@ -87,16 +87,10 @@ def _fill(path: Path, state: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _explained(error: OSError, path: Path, size: int) -> OSError:
-    if error.errno not in _FULL:
-        return OSError(error.errno, error.strerror, str(path))
-    return OSError(
-        error.errno,
-        f"{error.strerror}: this checkpoint needs {size:,} bytes and a little more. Make room, raise the limit of the "
-        "process if it has one, or save to another directory. The checkpoints before it are still there: the oldest is "
-        "removed when a new one is whole",
-        str(path),
-    )
+def _explained(error: OSError, path: Path) -> OSError:
+    full = ". Make room, or save to another directory. The checkpoints before this one are still there: the oldest is "
+    more = f"{full}removed when a new one is whole" if error.errno in _FULL else ""
+    return OSError(error.errno, f"{error.strerror}{more}", str(path))
 
 
 def _check(file: Any) -> None:

@@ -21,13 +21,11 @@ from fdp.distributed._checkpoint_files import CheckpointFiles
 from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, share
 from fdp.distributed._places import Tag
-from fdp.distributed._portable import data_of, fitting, outline, pack, room_for, size_of, unpack
+from fdp.distributed._portable import bytes_in, has_data, pack, unpack
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
 _LOGGER = logging.getLogger("fdp.distributed")
-_WRITERS: dict[int, futures.ThreadPoolExecutor] = {}
-"""The thread that writes, by process."""
 _PENDING: dict[tuple[int, Path], "futures.Future[None]"] = {}
 """What is being written, by process and directory."""
 
@@ -113,13 +111,12 @@ class Checkpoints:
         packed = pack(tree, "Checkpoints.save", None if wait else self._room)
         state = {"format": _FORMAT, "step": step, "generators": generators, **packed}
         if wait:
-            self._files.write(step, state, size_of(packed))
+            self._files.write(step, state)
             return
         self._room = packed["leaves"]
-        if os.getpid() not in _WRITERS:  # a fork has not the thread
-            _WRITERS[os.getpid()] = futures.ThreadPoolExecutor(1, "fdp-checkpoint")
-        written = _WRITERS[os.getpid()].submit(_write, self._files, step, state, size_of(packed))
-        _PENDING[os.getpid(), self._directory] = written
+        thread = futures.ThreadPoolExecutor(1, "fdp-checkpoint")  # Python waits for it at the end of the program
+        _PENDING[os.getpid(), self._directory] = thread.submit(_write, self._files, step, state)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until a state that was saved with `wait=False` is on the disk. All processes call it.
@@ -190,10 +187,9 @@ class Checkpoints:
                 meet(epoch, Tag(f"the end of {where}"))
 
 
-def _write(files: CheckpointFiles, step: int, state: Any, size: int) -> None:
-    """In a thread, which Python waits for at the end of the program."""
+def _write(files: CheckpointFiles, step: int, state: Any) -> None:
     try:
-        files.write(step, state, size)
+        files.write(step, state)
     except BaseException as error:
         error.add_note(f"Checkpoints.save: of step {step}, which was saved with wait=False, no file was written")
         # Perhaps no call will raise it.
@@ -215,15 +211,20 @@ def _is_first(epoch: Epoch | None) -> bool:
 
 def _from_first(epoch: Epoch, state: Any, like: Tree | None) -> Any:
     """The state that process 0 has read, in all: nodes need not share a file system."""
-    said = objects(epoch, None if state is None else outline(state), Tag("Checkpoints.restore"))[0]
+    own = [x.to("meta") if has_data(x) else x for x in state["leaves"]] if state else []
+    said = objects(epoch, state and {**state, "leaves": own}, Tag("Checkpoints.restore"))[0]
     if said is None:
         return None
-    fitting(said, like, "Checkpoints.restore")
-    state = room_for(said) if state is None else state
-    for data in data_of(state):
-        for piece in data.split(_CHUNK):
-            share(epoch, piece, 0, "Checkpoints.restore")
-    return state
+    unpack(said, like, "Checkpoints.restore")  # an error where it does not fit
+    leaves = said["leaves"]
+    for i, x in enumerate(leaves):
+        if has_data(x) and x.is_meta:
+            leaves[i] = (
+                state["leaves"][i] if state else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+            )
+            for piece in bytes_in(leaves[i]).split(_CHUNK):
+                share(epoch, piece, 0, "Checkpoints.restore")
+    return said
 
 
 def _generator_states() -> dict[str, torch.Tensor]:

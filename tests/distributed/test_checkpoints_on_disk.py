@@ -5,7 +5,6 @@ import errno
 import multiprocessing
 import os
 import random
-import re
 import resource
 import stat
 import tempfile
@@ -71,12 +70,9 @@ def saves_with_a_limit(directory: Path, wait: bool) -> list[Any]:
 def test_a_file_without_room_is_an_os_error_that_says_what_to_do(tmp_path: Path, wait: bool):
     Checkpoints(tmp_path).save(1, 1)
     *errors, restored = in_a_child(saves_with_a_limit, tmp_path, wait)
-    for (kind, number, text, notes), size in zip(errors, (120_000, 4_000_000), strict=True):
+    for kind, number, text, notes in errors:
         assert (kind, number) == (OSError, errno.EFBIG)
-        match = re.search(r"File too large: this checkpoint needs ([\d,]+) bytes and a little more\. ", text)
-        assert match is not None
-        assert int(match[1].replace(",", "")) == size
-        assert "Make room, raise the limit of the process if it has one, or save to another directory" in text
+        assert "File too large. Make room, or save to another directory. The checkpoints before" in text
         assert text.endswith(f"'{tmp_path}/checkpoint.partial'")
         which = "Checkpoints.save: of step 2, which was saved with wait=False, no file was written"
         where = f"Checkpoints.{'save' if wait else 'wait'}: in {tmp_path}"
@@ -105,7 +101,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path):
     errors, there, steps = found
     for kind, number, text, _ in errors:
         assert (kind, number) == (OSError, errno.ENOSPC)
-        assert re.search(r"No space left on device: this checkpoint needs 4,000,000 bytes and a little more\. ", text)
+        assert "No space left on device. Make room, or save to another directory. The checkpoints before" in text
     assert there == ["000001-step-1.pt"]
     assert steps == [1]
 

@@ -170,6 +170,7 @@ PRIVATE = {
     "tests/accelerator/double/group.py": "what the host keeps for the virtual accelerator",
     "tests/accelerator/double/operations.py": "every operation of the virtual accelerator",
     "tests/accelerator/double/streams.py": "streams of the virtual accelerator",
+    "tests/accelerator/test_checkpoints.py": "in what memory of the host copies of states are kept",
     "tests/accelerator/test_command.py": "copies that go wrong between devices",
     "tests/command/test_command.py": "checks of hardware that is not here, or does not do what it should",
     "tests/common/virtual.py": "all copies that the virtual accelerator makes, and its memory",

@@ -1,7 +1,6 @@
 """Which slots a call has, and which rows each: what all arguments agree with."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -50,11 +49,11 @@ def partition_of(
 
     Without `weights`, `sizes_of(rows, slots)` says how many rows each slot has.
     """
-    held = [(flat.path(i), leaf, flat.specs[i]) for flat in flats for i, leaf in _slots_in(flat)]
-    slots = _common_slots([(path, leaf) for path, leaf, _ in held], devices, where)
+    held = [(flat, i, leaf) for flat in flats for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)]
+    slots = _common_slots([(flat.path(i), leaf) for flat, i, leaf in held], devices, where)
     check_tracing(slots, where)
-    sharded = [(path, leaf, spec) for path, leaf, spec in held if isinstance(leaf, Sharded)]
-    measured = [(path, _sizes_of(leaf, spec, path, where)) for path, leaf, spec in sharded]
+    sharded = [(flat, i, leaf) for flat, i, leaf in held if isinstance(leaf, Sharded)]
+    measured = [(flat.path(i), _sizes_of(leaf, flat, i, where)) for flat, i, leaf in sharded]
     sized = [(path, sizes) for path, sizes in measured if sizes is not None]
     if weights is not None:
         weights = check_weights(weights, len(slots), where)
@@ -80,10 +79,6 @@ def check_tracing(slots: Sequence[torch.device], where: str) -> None:
             f"{where}: torch.jit traces here, and would record how this one batch is split. Trace what runs on a slot, "
             "the function or the module inside a DataParallel, and map the traced one"
         )
-
-
-def _slots_in(flat: Flat) -> Iterable[tuple[int, Slots]]:
-    return [(i, leaf) for i, leaf in enumerate(flat.leaves) if isinstance(leaf, Slots)]
 
 
 def _common_slots(held: Sequence[tuple[str, Slots]], devices: Devices, where: str) -> tuple[torch.device, ...]:
@@ -121,14 +116,13 @@ def common_peers(held: Iterable[tuple[str, Slots]], devices: Devices, where: str
     return found
 
 
-def _sizes_of(sharded: Sharded, spec: Any, path: str, where: str) -> tuple[int, ...] | None:
-    """Rows of each slot: as it was scattered, else measured along `spec`; None if it is not a part of the batch."""
+def _sizes_of(sharded: Sharded, flat: Flat, index: int, where: str) -> tuple[int, ...] | None:
+    """Rows of each slot: as it was scattered, else measured along its spec; None if it is not a part of the batch."""
+    spec, path = flat.specs[index], flat.path(index)
     if sharded.sizes is not None or spec is None:
         return None if spec is None else sharded.sizes
-    sizes = [
-        _common_rows(flatten_args([(f"{path}[{i}]", shard, spec, "in_dims")], where), [], where)
-        for i, shard in enumerate(sharded.shards)
-    ]
+    args = [(f"{path}[{i}]", shard, spec, "in_dims") for i, shard in enumerate(sharded.shards)]
+    sizes = [_common_rows(flatten_args([each], where), [], where) for each in args]
     return None if None in sizes else tuple(size for size in sizes if size is not None)
 
 

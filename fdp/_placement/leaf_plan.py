@@ -27,13 +27,11 @@ class LeafPlan:
         is_cut: Whether it has rows, of which each shard gets its own.
         moves: Whether it is copied to another device.
         how: What `explain` says of it.
-        is_needed_whole: Whether it is a tensor that every shard gets whole.
     """
 
     how: str
     is_cut = False
     moves = False
-    is_needed_whole = False
 
     def __init__(self, flat: Flat, index: int, value: Any, partition: Partition) -> None:
         self.flat, self.index, self.partition = flat, index, partition

@@ -4,7 +4,6 @@ A plan of a leaf holds no value. It is given the leaf of a call, or of another c
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise, product
 from typing import Any, final
@@ -34,7 +33,6 @@ class TensorPlan(LeafPlan):
         super().__init__(flat, index, value, partition)
         self.moves = any(device != value.device for device in partition.devices)
         self.is_cut = self.dim is not None and partition.sizes is not None
-        self.is_needed_whole = self.dim is None
         self.how = f"split along dim {self.dim}" if self.is_cut else "whole"
 
     def parts(self, value: Tensor, partition: Partition) -> Sequence[Tensor]:
@@ -201,14 +199,11 @@ def _class_of(value: Any, dim: Any, partition: Partition) -> type[LeafPlan]:
     return ItemsPlan if dim == "items" and partition.sizes is not None else OpaquePlan
 
 
-_moves, _is_needed_whole = operator.attrgetter("moves"), operator.attrgetter("is_needed_whole")
-
-
 def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo | None) -> None:
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    whole = [] if memo is None else list(filter(_is_needed_whole, filter(_moves, plans)))
+    whole = [] if memo is None else [plan for plan in plans if plan.moves and not plan.is_cut]
     if memo is not None and len(whole) > 1:
         packed = packed_copies([values[plan.index] for plan in whole], whole[0].partition.devices)
         for plan, device in product(whole if packed else (), whole[0].partition.devices):

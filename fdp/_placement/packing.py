@@ -88,25 +88,22 @@ def _is_alone(parts: list[Part]) -> bool:
 def layout_of(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], rows: Sequence[Sequence[Tensor]]
 ) -> Layout | None:
-    """How tensors of these shapes and dtypes travel, of which each slot has a row; None if each is by itself."""
-    if len(shapes) == 1:
+    """How tensors of these shapes and dtypes travel, of which each slot has a row.
+
+    None if each travels by itself: where there is one, where none is small, and where one of them is sparse.
+    """
+    if len(shapes) == 1 or set(map(_LAYOUT, chain(*rows))) != {torch.strided}:
         return None
-    if set(map(_LAYOUT, chain(*rows))) == {torch.strided}:
-        return _layout_of(tuple(shapes), tuple(dtypes), ())
-    columns = enumerate(zip(*rows, strict=True))
-    loose = tuple(i for i, xs in columns if any(x.layout is not torch.strided for x in xs))
-    return _layout_of(tuple(shapes), tuple(dtypes), loose)
+    return _layout_of(tuple(shapes), tuple(dtypes))
 
 
 @functools.lru_cache(_KEPT)
-def _layout_of(
-    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], loose: tuple[int, ...]
-) -> Layout | None:
+def _layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> Layout | None:
     groups: dict[torch.dtype, dict[tuple[int, ...] | None, Part]] = {}
     buffers: list[list[Part]] = []
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         size, tail = (shape[0], tuple(shape[1:])) if shape else (1, None)
-        if i in loose or math.prod(shape) * dtype.itemsize >= _SMALL:
+        if math.prod(shape) * dtype.itemsize >= _SMALL:
             buffers.append([Part([i], [size], tail)])
             continue
         part = groups.setdefault(dtype, {}).setdefault(tail, Part([], [], tail))

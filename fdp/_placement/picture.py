@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._trees.table import Drawn, runs_text, size_text, table
@@ -19,7 +18,7 @@ _COLUMNS: dict[str, Callable[[PlannedLeaf], str]] = {
 }
 
 
-def table_of(title: str, leaves: Sequence[PlannedLeaf], but: str = "") -> Any:
+def table_of(title: str, leaves: Sequence[PlannedLeaf], but: str = "") -> str:
     """What is said of leaves, `but` for one column."""
     columns = {name: say for name, say in _COLUMNS.items() if name != but}
     return table(title, list(columns), [[say(leaf) for say in columns.values()] for leaf in leaves], _NUMBERS)
@@ -37,5 +36,5 @@ class Picture(Drawn):
     title: str
     leaves: tuple[PlannedLeaf, ...]
 
-    def drawing(self) -> Any:
+    def __str__(self) -> str:
         return table_of(self.title, self.leaves)

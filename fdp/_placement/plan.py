@@ -94,34 +94,27 @@ class Plan(Drawn):
     def sizes(self) -> tuple[int, ...] | None:
         return self.partition.sizes
 
-    def drawing(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        parts: list[Any] = [self._slots(), ""]
+    def __str__(self) -> str:
+        parts = [self._slots()]
         if self.executor:
-            parts += [Text.assemble(("Runs: ", "bold"), self.executor), ""]
+            parts.append(f"Runs: {self.executor}")
         if self.steps:
-            parts += [Text.assemble(("Steps: ", "bold"), " · ".join(step.text(self) for step in self.steps)), ""]
-        for text in self.differences:
-            parts += [Text.assemble(("Differs from one device: ", "bold"), text), ""]
-        parts += [table_of("Arguments", self.arguments, but="on"), ""]
+            parts.append(f"Steps: {' · '.join(step.text(self) for step in self.steps)}")
+        parts += [f"Differs from one device: {text}" for text in self.differences]
+        parts.append(table_of("Arguments", self.arguments, but="on"))
         if self.outputs is None:
-            parts.append(Text.assemble(("Outputs are not known: ", "bold"), self.problem or ""))
+            parts.append(f"Outputs are not known: {self.problem or ''}")
         else:
             parts.append(table_of("Outputs", self.outputs, but="on"))
-        parts.append("")
         if self.collectives:
+            head = ["name", "tensors", "bytes per slot"]
             rows = [(name, str(tensors), size_text(nbytes)) for name, tensors, nbytes in self.collectives]
-            parts.append(
-                table("Collectives", ["name", "tensors", "bytes per slot"], rows, ["tensors", "bytes per slot"])
-            )
-            parts.append("")
+            parts.append(table("Collectives", head, rows, head[1:]))
         moved = size_text(sum(copy.nbytes for copy in self.copies))
-        parts.append(Text.assemble(("Copies between devices: ", "bold"), f"{len(self.copies)} ({moved})"))
-        return Group(*parts)
+        parts.append(f"Copies between devices: {len(self.copies)} ({moved})")
+        return "\n\n".join(parts)
 
-    def _slots(self) -> Any:
+    def _slots(self) -> str:
         start, rows = 0, []
         for slot, device in enumerate(self.devices):
             size = None if self.sizes is None else self.sizes[slot]

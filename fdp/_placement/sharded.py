@@ -82,9 +82,6 @@ class Slots(Located):
         found = on_slots(self.shards, self.devices, self.sizes, self.dims, name)
         return Picture(f"{kind}: {slots}{rows} ({where})", tuple(found))
 
-    def __rich__(self) -> Any:
-        return self.picture().__rich__()
-
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()
 

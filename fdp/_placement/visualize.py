@@ -13,7 +13,7 @@ from fdp._trees.types import Tree
 def visualize(tree: Tree) -> Picture:
     """Show where each leaf of a tree lives: on which device, and which rows of it on which slot.
 
-    In a terminal with `rich.print`, in a notebook as the last line of a cell, anywhere with `print`.
+    With `print`, and in a notebook as the last line of a cell.
 
     >>> import fdp, torch
     >>> batch = fdp.scatter({"x": torch.ones(5, 2), "scale": torch.tensor(1.0)}, fdp.virtual_devices(2))

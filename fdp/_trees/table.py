@@ -1,7 +1,7 @@
-"""What prints itself: in a terminal with colours, in a notebook as HTML, everywhere else as plain text. By rich."""
+"""What prints itself: as plain text, in a notebook as HTML."""
 
 import abc
-import io
+import html
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -9,69 +9,33 @@ from typing import Any
 
 import torch
 
-_WIDE = 1000  # columns for text that nobody sees in a terminal: lines are not folded there
+_STYLE = "white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
 
 
 class Drawn(abc.ABC):
-    """Something that rich draws."""
+    """Something that is looked at."""
 
     @abc.abstractmethod
-    def drawing(self) -> Any:
-        """What rich can draw."""
-
-    def __rich__(self) -> Any:
-        return self.drawing()
-
-    def __str__(self) -> str:
-        return as_text(self.drawing())
+    def __str__(self) -> str: ...
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return as_html(self.drawing())
+        return f'<pre style="{_STYLE}">{html.escape(str(self))}</pre>'
 
 
-def as_text(drawn: Any) -> str:
-    """Without colours and line ends by width."""
-    file = io.StringIO()
-    _console(file=file, width=_WIDE, color_system=None, force_terminal=False).print(drawn)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
-
-
-def as_html(drawn: Any) -> str:
-    """As a notebook shows it."""
-    # Measured first: rich would fill lines up to the width.
-    width = max(map(len, as_text(drawn).splitlines()), default=1) + 2
-    console = _console(file=io.StringIO(), width=width, record=True, color_system="truecolor", force_terminal=True)
-    console.print(drawn)
-    code = console.export_html(inline_styles=True, code_format="{code}")
-    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
-    return f'<pre style="{style}">{code}</pre>'
-
-
-def _console(**options: Any) -> Any:
-    """One that writes to its file: in a notebook rich would show what it prints at once, and leave the file empty."""
-    from rich.console import Console
-
-    return Console(**options, legacy_windows=False, force_jupyter=False)
-
-
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> Any:
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """A table, without the columns in which nothing stands; those called `numbers` are aligned on the right."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    columns = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i in columns:  # what is folded is not cut
-        drawn.add_column(head[i], justify="right" if head[i] in numbers else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*[Text(row[i]) for i in columns])
-    return Group(Text(title, style="bold"), drawn)  # a title of the table itself would be folded to its width
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    alignments = [str.rjust if column[0] in numbers else str.ljust for column in columns]
+    lines = [
+        "   ".join([align(text, width) for align, text, width in zip(alignments, line, widths, strict=True)]).rstrip()
+        for line in zip(*columns, strict=True)
+    ]
+    rule = "─" * (sum(widths) + 3 * (len(widths) - 1))
+    return "\n".join([title, *lines[:1], *[rule] * bool(lines), *lines[1:]])
 
 
 def count_text(count: int, one: str, many: str) -> str:

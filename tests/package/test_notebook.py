@@ -15,7 +15,7 @@ from tests.common.programs import load
 DOCS = Path(__file__).parents[2] / "docs"
 
 SETUP = """
-import os, fdp, rich, torch
+import os, fdp, torch
 devices = fdp.virtual_devices(2)
 batch = fdp.scatter({"x": torch.ones(5, 2), "scale": torch.tensor(1.0)}, devices)
 params = fdp.replicate({"w": torch.ones(2)}, devices)
@@ -32,8 +32,6 @@ VALUES = {
 PRINTED = {
     "printed plan": "print(plan)",
     "printed picture": "print(picture)",
-    "plan by rich": "rich.print(plan)",
-    "sharded by rich": "rich.print(batch)",
 }
 SILENT = {"texts": "a = str(picture), repr(plan), f'{plan}', plan._repr_html_(), batch._repr_html_()"}
 CELLS = VALUES | PRINTED | SILENT

@@ -1,12 +1,10 @@
 """`visualize`: each leaf a line, whole or on which slots; nothing is cut off."""
 
-import io
 import re
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import fdp
 from tests.common.containers import Batch, Point
@@ -19,19 +17,6 @@ def lines_of(tree: Any) -> list[str]:
     """The lines of the picture, with a bar between columns, and without the line below the head."""
     title, *lines = str(fdp.visualize(tree)).splitlines()
     return [title, *(re.sub(r" {3,}", " | ", line) for line in lines if not line.startswith("─"))]
-
-
-def in_terminal(drawn: Any, width: int = 80) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(drawn)
-    lines = file.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines)
-    return "\n".join(lines)
-
-
-def letters(drawn: str) -> str:
-    """What is drawn, without the places at which it is folded."""
-    return "".join(sorted(drawn.replace("─", "").replace("\n", "").replace(" ", "")))
 
 
 # ---- what it says
@@ -150,38 +135,20 @@ def test_many_slots(rows: int, keep_empty: bool, count: int):
     batch = fdp.scatter(
         {"x": numbers(rows, 2), "s": torch.tensor(1)}, fdp.virtual_devices(count), keep_empty=keep_empty
     )
-    picture = fdp.visualize(batch)
-    assert letters(in_terminal(picture)) == letters(str(picture))
     (line,) = [line for line in lines_of(batch) if line.startswith("['x']")]
     counted = [run.rpartition(" x ") for run in line.split(" | ")[3].split(" + ")]
     assert tuple(int(size) for count, _, size in counted for _ in range(int(count or 1))) == batch.sizes
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_long_paths_and_uneven_slots_are_folded_and_not_cut(width: int):
+def test_long_paths_and_uneven_slots_are_not_cut():
     name = "encoder.layers.11.self_attention.output_projection.weight"
-    slots = fdp.virtual_devices(8)
-    tree = {
-        name: fdp.scatter(numbers(37, 2, 3, 4, 5, 6), slots, weights=[1, 9, 2, 8, 3, 7, 4, 6]),
-        "deep": {"er": [{"and": {"deeper": numbers(2)}}]},
-        "results": fdp.parallel_apply(
-            lambda x: x, fdp.scatter(numbers(37, 3), slots, weights=[1, 9, 2, 8, 3, 7, 4, 6])
-        ),
-    }
-    picture = fdp.visualize(tree)
-    assert name in str(picture)
-    assert letters(in_terminal(picture, width)) == letters(str(picture))
+    batch = fdp.scatter({name: numbers(37, 2, 3)}, fdp.virtual_devices(8), weights=[1, 9, 2, 8, 3, 7, 4, 6])
+    _, head, rule, line = str(fdp.visualize(batch)).splitlines()
+    assert line.startswith(f"['{name}']")
+    assert len(line) == len(head) == len(rule)
+    assert line.count(" B") == 8
 
 
-def test_rich_prints_slots_as_pictures():
+def test_notebooks_show_slots_as_pictures():
     batch = fdp.scatter(numbers(7), SLOTS)
-    assert in_terminal(batch) == in_terminal(fdp.visualize(batch))
     assert batch._repr_html_() == fdp.visualize(batch)._repr_html_()
-
-
-def test_colours_are_for_terminals_alone():
-    picture = fdp.visualize(fdp.scatter(numbers(7), SLOTS))
-    assert "\x1b" not in str(picture)
-    file = io.StringIO()
-    Console(file=file, force_terminal=True, color_system="truecolor").print(picture)
-    assert "\x1b" in file.getvalue()

@@ -1,18 +1,16 @@
 """What the shards have returned for each leaf of the output: whether it can be joined."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdp._placement.moves import is_inexact, layers
-from fdp._placement.transfers import report
 from fdp._trees import torch_private
 from fdp._trees.listing import listed, quoted
 from fdp._trees.opaque import is_array
-from fdp._trees.tree import Flat
 
 Weights = Sequence[float] | None
 Column = Sequence[Any]
@@ -47,7 +45,8 @@ def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
     """Why the values of a leaf cannot be joined, None if they can."""
     if spec is None or spec == "list":
         return None
-    if type(spec) is not int and not (isinstance(spec, str) and spec in JOINS):
+    is_dim = type(spec) is int
+    if not is_dim and not (isinstance(spec, str) and spec in JOINS):
         names = ", ".join(repr(name) for name in JOINS if name != "items")
         return (
             f"has the out_dim {quoted(spec)}; expected an int (concatenate), None (slot 0's value), 'items' (join "
@@ -68,7 +67,7 @@ def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
             "is a nested tensor, which is not joined: return a padded one and its lengths, or choose 'list' (all "
             "values) or None (slot 0's value)"
         )
-    return _concat_problem(tensors, spec) if isinstance(spec, int) else _reduce_problem(tensors, spec, weights)
+    return _dim_problem(tensors, spec) if is_dim else _reduce_problem(tensors, spec, weights)
 
 
 def _values_problem(column: Column) -> str | None:
@@ -83,27 +82,21 @@ def _values_problem(column: Column) -> str | None:
     )
 
 
-def _concat_problem(tensors: Sequence[Tensor], dim: int) -> str | None:
-    first, *others = tensors
-    ndim = first.ndim
+def _dim_problem(tensors: Sequence[Tensor], dim: int) -> str | None:
+    shape, ndim = tuple(tensors[0].shape), tensors[0].ndim
     if ndim == 0:
         return (
             f"is a 0-dim tensor, which cannot be concatenated along dim {dim}: choose 'mean', 'sum', "
             "'max', 'min', 'stack', 'list' or None (slot 0's value)"
         )
     if not -ndim <= dim < ndim:
-        return f"has shape {tuple(first.shape)}, for which out_dim {dim} is out of range"
+        return f"has shape {shape}, for which out_dim {dim} is out of range"
     at = dim % ndim
-    before, after = first.shape[:at], first.shape[at + 1 :]
-    if any(x.ndim != ndim or x.shape[:at] != before or x.shape[at + 1 :] != after for x in others):
-        return f"has shapes {_shapes(tensors)}, which cannot be concatenated along dim {dim}"
-    return _dtype_problem(tensors)
+    return _differing(tensors, lambda x: x.shape[:at] + x.shape[at + 1 :], f"cannot be concatenated along dim {dim}")
 
 
 def _reduce_problem(tensors: Sequence[Tensor], spec: str, weights: Weights) -> str | None:
     first = tensors[0]
-    if any(tensor.shape != first.shape for tensor in tensors):
-        return f"has shapes {_shapes(tensors)}, which have no {spec!r}: choose 0 to concatenate"
     if spec in ("max", "min") and first.is_complex():
         return f"is complex, which has no {spec!r}"
     if spec == "sum" and first.dtype is torch.bool:
@@ -113,10 +106,13 @@ def _reduce_problem(tensors: Sequence[Tensor], spec: str, weights: Weights) -> s
             return "has out_dim 'mean', but the rows of the shards are not known: pass weights"
         if weights is not None and sum(weights) == 0:
             return "has out_dim 'mean', but there are no rows: the mean over zero rows is not defined"
-    return _dtype_problem(tensors)
+    return _differing(tensors, lambda x: x.shape, f"have no {spec!r}: choose 0 to concatenate")
 
 
-def _dtype_problem(tensors: Sequence[Tensor]) -> str | None:
+def _differing(tensors: Sequence[Tensor], fit: Callable[[Tensor], Any], problem: str) -> str | None:
+    """Why tensors do not go together; what `fit` says of each is what has to be equal of their shapes."""
+    if len({(x.ndim, *fit(x)) for x in tensors}) > 1:
+        return f"has shapes {listed(tensors, lambda tensor: str(tuple(tensor.shape)))}, which {problem}"
     dtypes = [tensor.dtype for tensor in tensors]
     if dtypes.count(dtypes[0]) == len(dtypes):
         return None
@@ -129,35 +125,28 @@ def must_agree(value: Any, spec: Any) -> bool:
     return spec == "mean" and isinstance(value, Tensor) and not is_inexact(value)
 
 
-def differing_integers(shards: Sequence[Sequence[Any]], flat: Flat) -> list[tuple[int, str]]:
+def differing_integers(columns: Sequence[Column], specs: Sequence[Any]) -> list[tuple[int, str]]:
     """Those under "mean" that differ between shards, compared at once: the host waits for one number.
 
-    Each comes with its position, and with what is wrong.
+    All are on one device. Each comes with its position, and with what is wrong.
     """
-    found = [i for i, spec in enumerate(flat.specs) if must_agree(flat.leaves[i], spec)]
-    if not found or len(shards) < 2 or torch.compiler.is_dynamo_compiling():
+    found = [i for i, spec in enumerate(specs) if must_agree(columns[i][0], spec)]
+    if not found or len(columns[0]) < 2 or torch.compiler.is_dynamo_compiling():
         return []
-    device = layers(flat.leaves[found[0]])[-1].device
-    if device.type == "meta":
+    tensors = [[layers(x)[-1] for x in columns[i]] for i in found]
+    if tensors[0][0].is_meta or torch_private.fake_mode() is not None:
         return []
-    packed: list[Tensor] = []
-    for leaves in shards:
-        own = [layers(leaves[i])[-1] for i in found]
-        for i, tensor in zip(found, own, strict=True):
-            if tensor.device != device:
-                report(tensor, device, flat, i)
-        packed.append(torch.cat([x.reshape(-1).long() for x in own]).to(device))
-    differs = (torch.stack(packed) != packed[0]).any(0)
-    if torch_private.fake_mode() is not None or not bool(differs.any()):
+    packed = torch.stack([torch.cat([x.reshape(-1).long() for x in shard]) for shard in zip(*tensors, strict=True)])
+    differs = (packed != packed[0]).any(0)
+    if not differs.any():
         return []
-    sizes = [layers(flat.leaves[i])[-1].numel() for i in found]
     return [
         (
             i,
-            f"is {flat.leaves[i].dtype}, which has no 'mean', and differs between shards "
-            f"({_values([leaves[i] for leaves in shards])}): choose 'sum', 'max', 'min' or 'list', or return a float",
+            f"is {own[0].dtype}, which has no 'mean', and differs between shards ({_values(own)}): choose 'sum', "
+            "'max', 'min' or 'list', or return a float",
         )
-        for i, part in zip(found, differs.split(sizes), strict=True)
+        for i, own, part in zip(found, tensors, differs.split([own[0].numel() for own in tensors]), strict=True)
         if part.any()
     ]
 
@@ -174,7 +163,3 @@ def same_value(a: Any, b: Any) -> bool:
 
 def _values(column: Column) -> str:
     return listed([f"{str(value)[:60]} in shard {i}" for i, value in enumerate(column)], most=4)
-
-
-def _shapes(tensors: Sequence[Tensor]) -> str:
-    return listed(tensors, lambda tensor: str(tuple(tensor.shape)))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fdp._placement.check_outputs import Column, Weights, are_alike, differing_integers, must_agree, problem_of
-from fdp._placement.moves import Memo, accumulator, concat, is_inexact, to_device, total
-from fdp._placement.packing import Packed, copy_or_packed, packed_copies
+from fdp._placement.check_outputs import Column, Weights, are_alike, differing_integers, problem_of
+from fdp._placement.moves import accumulator, concat, copy_once, is_inexact, new_memo, to_device, total
+from fdp._placement.packing import copy_all
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
 from fdp._trees.profiling import staged
@@ -42,32 +42,27 @@ def join(
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     resolve_specs(first)
     is_compiling = torch.compiler.is_dynamo_compiling()  # ids would become guards on these very tensors
+    columns: list[Column] = list(zip(*[flat.leaves for flat in flats], strict=True))
+    if is_compiling or not all(_are_on(device, flat.leaves) for flat in flats):
+        columns = _brought(columns, device, first)
     problems: list[tuple[int, str]] = []
     leaves: list[Any] = []
-    are_here = not is_compiling and all(_are_on(device, flat.leaves) for flat in flats)
-    packed = {} if are_here else _packed(others, first.specs, device)
     joined: dict[Any, Any] = {}
-    memo: Memo = {}
-    for i, column in enumerate(zip(*[flat.leaves for flat in flats], strict=True)):
-        spec = first.specs[i]
+    for i, (column, spec) in enumerate(zip(columns, first.specs, strict=True)):
         key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
-        problem = None
         if key not in joined:
-            if is_compiling or type(spec) is not int or not are_alike(column, spec):
-                problem = problem_of(column, spec, weights)
+            is_usual = not is_compiling and type(spec) is int and are_alike(column, spec)
+            problem = None if is_usual else problem_of(column, spec, weights)
             try:
-                if problem is None and not are_here:
-                    column = _brought(column, spec, device, first, i, packed, memo)
-                joined[key] = problem or _joined(column, spec, weights)
+                joined[key] = None if problem else _joined(column, spec, weights)
             except RuntimeError:  # of their shapes
-                joined[key] = problem = problem_of(column, spec, weights)
+                problem = problem_of(column, spec, weights)
                 if problem is None:
                     raise
-        if problem is not None:
-            problems.append((i, problem))
-        leaves.append(joined[key])
-    if problems or "mean" in first.specs:
-        problems = problems or differing_integers([flat.leaves for flat in flats], first)
+            problems += [(i, problem)] if problem else ()
+        leaves.append(joined.get(key))
+    if "mean" in first.specs and not problems:
+        problems = differing_integers(columns, first.specs)
     if problems:
         hint = hint or f"{choices} says how each leaf is joined"
         each = listed([f"{first.path(i)} {problem}" for i, problem in problems], separator="; ")
@@ -86,14 +81,6 @@ def _are_on(device: torch.device, leaves: Sequence[Any]) -> bool:
         return False
 
 
-def _packed(flats: Sequence[Flat], specs: Sequence[Any], device: torch.device) -> Packed:
-    """Copies of small tensors that are elsewhere; what is not needed on the device stays where it is."""
-    each = [(x, spec) for flat in flats for x, spec in zip(flat.leaves, specs, strict=True)]
-    tensors = [(x, spec) for x, spec in each if isinstance(x, torch.Tensor) and x.device != device and spec is not None]
-    away = [x for x, spec in tensors if not must_agree(x, spec)]
-    return packed_copies(away, [device]) if len(away) > 1 else {}
-
-
 def resolve_specs(flat: Flat) -> None:
     """Put what functions among the specs say of the tensors in their place."""
     for i, spec in enumerate(flat.specs):
@@ -101,31 +88,20 @@ def resolve_specs(flat: Flat) -> None:
             flat.specs[i] = spec(flat.leaves[i]) if isinstance(flat.leaves[i], torch.Tensor) else 0
 
 
-def _brought(
-    column: Column, spec: Any, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
-) -> Column:
-    """What is needed of a leaf, on the device. What several slots have returned is copied once."""
-    if spec == "items":
-        return [to_device(value, device, flat.path(index)) for value in column]
-    if spec is None or (must_agree(column[0], spec) and not torch.compiler.is_dynamo_compiling()):
-        column = column[:1]  # nobody needs the others there
-    return [
-        _copied(value, device, flat, index, packed, memo)
-        if isinstance(value, torch.Tensor) and value.device != device
-        else value
-        for value in column
-    ]
-
-
-def _copied(
-    value: torch.Tensor, device: torch.device, flat: Flat, index: int, packed: Packed, memo: Memo
-) -> torch.Tensor:
-    if torch.compiler.is_dynamo_compiling():  # an id would become a guard on this very tensor
-        return copy_or_packed(value, device, flat, index, {})
-    key = id(value), device
-    if key not in memo:
-        memo[key] = copy_or_packed(value, device, flat, index, packed)
-    return memo[key]
+def _brought(columns: Sequence[Column], device: torch.device, flat: Flat) -> list[Column]:
+    """What is needed of each leaf, on the device. What several slots have returned is copied once."""
+    needed = [column[:1] if spec is None else column for column, spec in zip(columns, flat.specs, strict=True)]
+    memo = new_memo()
+    if memo is not None:
+        pairs = [(x, i) for i, column in enumerate(needed) for x in column if isinstance(x, torch.Tensor)]
+        copy_all([(x, flat, i) for x, i in pairs if x.device != device], [device], memo)
+    found: list[Column] = []
+    for i, (column, spec) in enumerate(zip(needed, flat.specs, strict=True)):
+        if spec == "items":
+            found.append([to_device(value, device, flat.path(i), memo) for value in column])
+        else:
+            found.append([copy_once(x, device, flat, i, memo) if isinstance(x, torch.Tensor) else x for x in column])
+    return found
 
 
 def _joined(column: Column, spec: Any, weights: Weights) -> Any:

@@ -5,7 +5,7 @@ A plan of a leaf holds no value. It is given the leaf of a call, or of another c
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from typing import Any, final
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdp._placement.leaf_plan import Home, LeafPlan, Make, not_differentiable
 from fdp._placement.moves import Memo, concat, copy, copy_once, new_memo, split, to_device
-from fdp._placement.packing import copy_or_packed, packed_copies
+from fdp._placement.packing import copy_all
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
 from fdp._placement.planned_leaf import PlannedLeaf, on_slots
@@ -203,13 +203,10 @@ def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    whole = [] if memo is None else [plan for plan in plans if plan.moves and not plan.is_cut]
-    if memo is not None and len(whole) > 1:
-        packed = packed_copies([values[plan.index] for plan in whole], whole[0].partition.devices)
-        for plan, device in product(whole if packed else (), whole[0].partition.devices):
-            value = values[plan.index]
-            if (id(value), device) not in memo:
-                memo[id(value), device] = copy_or_packed(value, device, plan.flat, plan.index, packed)
+    if memo is not None:
+        whole = [plan for plan in plans if plan.moves and not plan.is_cut]
+        if whole:
+            copy_all([(values[p.index], p.flat, p.index) for p in whole], whole[0].partition.devices, memo)
     for plan in plans:
         index = plan.index
         for column, part in zip(columns, plan.cut(values[index], memo), strict=True):

@@ -8,13 +8,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdp._placement.moves import copy
+from fdp._placement.moves import Memo, copy
 from fdp._placement.transfers import Named, report
 from fdp._trees import torch_private
 
@@ -128,6 +128,14 @@ def copy_or_packed(tensor: Tensor, device: torch.device, flat: Named, index: int
         return copy(tensor, device, flat, index)
     report(tensor, device, flat, index)
     return found
+
+
+def copy_all(leaves: Sequence[tuple[Tensor, Named, int]], devices: Sequence[torch.device], memo: Memo) -> None:
+    """Copies of whole tensors on devices, into the memo: each is the leaf of a flat tree, which the log names."""
+    packed = packed_copies([x for x, *_ in leaves], devices) if len(leaves) > 1 else {}
+    for (x, flat, index), device in product(leaves, devices):
+        if (id(x), device) not in memo:
+            memo[id(x), device] = copy_or_packed(x, device, flat, index, packed)
 
 
 def packed_copies(tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> Packed:

@@ -1,7 +1,6 @@
 """What prints itself: as plain text, in a notebook as HTML."""
 
 import abc
-import html
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -22,6 +21,8 @@ class Drawn(abc.ABC):
         return str(self)
 
     def _repr_html_(self) -> str:
+        import html  # as only notebooks need
+
         return f'<pre style="{_STYLE}">{html.escape(str(self))}</pre>'
 
 

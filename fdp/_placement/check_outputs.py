@@ -45,8 +45,7 @@ def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
     """Why the values of a leaf cannot be joined, None if they can."""
     if spec is None or spec == "list":
         return None
-    is_dim = type(spec) is int
-    if not is_dim and not (isinstance(spec, str) and spec in JOINS):
+    if type(spec) is not int and not (isinstance(spec, str) and spec in JOINS):
         names = ", ".join(repr(name) for name in JOINS if name != "items")
         return (
             f"has the out_dim {quoted(spec)}; expected an int (concatenate), None (slot 0's value), 'items' (join "
@@ -67,7 +66,7 @@ def problem_of(column: Column, spec: Any, weights: Weights) -> str | None:
             "is a nested tensor, which is not joined: return a padded one and its lengths, or choose 'list' (all "
             "values) or None (slot 0's value)"
         )
-    return _dim_problem(tensors, spec) if is_dim else _reduce_problem(tensors, spec, weights)
+    return _dim_problem(tensors, spec) if isinstance(spec, int) else _reduce_problem(tensors, spec, weights)
 
 
 def _values_problem(column: Column) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from fdp._placement.partition import Partition
 from fdp._placement.sharded import Slots
 from fdp._trees.listing import listed, quoted
-from fdp._trees.opaque import array_inside
+from fdp._trees.opaque import array_inside, is_array
 from fdp._trees.tree import Flat, flatten, lists_in
 from fdp._trees.types import Dims, Tree
 
@@ -54,10 +54,11 @@ def _split_dim(leaf: Any, spec: Any, flat: Flat, index: int, whole: str) -> Any:
             raise TypeError(f"{flat.path(index)} is a {type(leaf).__name__}; 'items' splits lists and tuples")
         return spec
     if not isinstance(leaf, torch.Tensor):
-        if (found := array_inside(leaf)) is not None:
+        if (shape := array_inside(leaf)) is not None:
+            has = "is" if is_array(leaf) else "holds"
             raise TypeError(
-                f"{flat.path(index)}{found[0]} is a numpy array of shape {found[1]}, which is not split. "
-                f"Pass torch.as_tensor(array), or {whole} to give it whole to every slot"
+                f"{flat.path(index)} {has} a numpy array of shape {shape}, which is not split. Pass "
+                f"torch.as_tensor(array), or {whole} to give it whole to every slot"
             )
         return None
     if leaf.ndim == 0:

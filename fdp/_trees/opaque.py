@@ -1,7 +1,6 @@
 """Objects that are no trees: every slot gets them as they are, and those with tensors inside are refused.
 
-The search goes to what an object would pickle by default, and to all else that the garbage collector sees in it. The
-object's class has no say in it.
+The search goes to all that the garbage collector sees in an object. The object's class has no say in it.
 """
 
 import contextvars
@@ -32,7 +31,6 @@ TOO_MANY = object()
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _ENDS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref)
 _ENDS += (threading.Thread, logging.Logger, logging.Handler, io.IOBase, types.FrameType, contextvars.Context)
-_LISTS = (list, tuple, deque)
 # What people write for a list or dict of tensors.
 _USED_UP = (types.GeneratorType, map, filter, zip, type(iter([])), type(iter(())), MappingView)
 _ENDS += (*_USED_UP, types.CoroutineType, types.AsyncGeneratorType)
@@ -44,48 +42,27 @@ _WAYS = (
 _NO_CACHE = "A model of transformers returns no cache with use_cache=False"
 
 
-def inside(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What is inside an object, the outermost first, each with its path: `._store['x']`. `TOO_MANY` comes last."""
-    todo, seen = deque([("", obj)]), {id(obj)}
+def inside(obj: Any) -> Iterator[Any]:
+    """What is inside an object, the outermost first. `TOO_MANY` comes last."""
+    todo, seen = deque([obj]), {id(obj)}
     while todo:
-        path, holder = todo.popleft()
-        for step, part in _parts(holder):
-            if id(part) in seen:
+        holder = todo.popleft()
+        for part in () if issubclass(type(holder), _ENDS) else gc.get_referents(holder):
+            if type(part) in _ATOMS or id(part) in seen:
                 continue
             if len(seen) > MOST_OBJECTS:
-                yield "", TOO_MANY
+                yield TOO_MANY
                 return
             seen.add(id(part))
-            yield path + step, part
-            todo.append((path + step, part))
-
-
-def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
-    kind = type(holder)
-    if issubclass(kind, _ENDS):
-        return
-    entries: list[tuple[Any, Any]] = list(dict.items(holder)) if issubclass(kind, dict) else []
-    for each in _LISTS:
-        if issubclass(kind, each):
-            entries += enumerate(each.__iter__(holder))
-    found = [(f"[{key!r}]" if type(key) in (str, int) else "[...]", part) for key, part in entries]
-    state: Any = object.__getstate__(holder)  # its `__dict__`, or that and its slots
-    for attributes in state if type(state) is tuple else (state,):
-        found += [(f".{name}", part) for name, part in (attributes or {}).items()]
-    found += [("[...]", part) for part in gc.get_referents(holder)]  # what has no name for us, as in a set
-    yield from ((step, part) for step, part in found if type(part) not in _ATOMS)
+            yield part
+            todo.append(part)
 
 
 class Refusal(NamedTuple):
-    """Why a value may not be a leaf, the path of a tensor inside it if that is why, and the way out."""
+    """Why a value may not be a leaf, and the way out."""
 
     why: str
-    inside: str
     way_out: str
-
-    def text(self, path: str) -> str:
-        """What is wrong with the leaf that stands at a path."""
-        return f"{path} is {self.why}" + f": {path}{self.inside} is one" * (self.inside != "")
 
 
 def refusal(obj: Any) -> Refusal | None:
@@ -95,38 +72,33 @@ def refusal(obj: Any) -> Refusal | None:
     name = type(obj).__qualname__
     if isinstance(obj, Packed):
         way_out = "Pass the padded tensor and the lengths, and pack inside the function"
-        return Refusal("a PackedSequence, which cannot be split by rows", "", way_out)
+        return Refusal("a PackedSequence, which cannot be split by rows", way_out)
     if isinstance(obj, _USED_UP):  # to look inside would use it up
         way_out = "Pass a list or a dict; for the parameters of a module fdp.functional(module)"
-        return Refusal(f"a {name}, which one slot would use up", "", way_out)
-    path, found = _tensor_inside(obj) or (
-        _tensor_in_traced(obj) if torch.compiler.is_dynamo_compiling() else ("", None)
-    )
-    if found is None:
-        return None
+        return Refusal(f"a {name}, which one slot would use up", way_out)
+    found = _tensor_inside(obj)
     if found is TOO_MANY:
         why = f"a {name} with more than {MOST_OBJECTS:,} objects inside, too many to look for tensors"
-        return Refusal(why, "", _WAYS)
+        return Refusal(why, _WAYS)
+    if found is None and not (torch.compiler.is_dynamo_compiling() and _has_traced(obj)):
+        return None
     if isinstance(obj, torch.nn.Module):
         way_out = "Pass its tensors instead: apply, (params, buffers) = fdp.functional(module)"
-        return Refusal(f"the nn.Module {name}", "", way_out)
+        return Refusal(f"the nn.Module {name}", way_out)
     ways = f"{_WAYS}. {_NO_CACHE}" if name.endswith("Cache") else _WAYS
-    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", path, ways)
+    return Refusal(f"a {name}, which holds tensors but is no tree that fdp knows", ways)
 
 
 @constant_while_compiling
-def _tensor_inside(obj: Any) -> tuple[str, Any] | None:
+def _tensor_inside(obj: Any) -> Any:
     kinds = torch.Tensor, torch.jit.ScriptModule  # the tensors of the latter are in C++
-    if issubclass(type(obj), kinds):
-        return "", obj
-    return next((each for each in inside(obj) if each[1] is TOO_MANY or issubclass(type(each[1]), kinds)), None)
+    return next((x for x in chain([obj], inside(obj)) if x is TOO_MANY or issubclass(type(x), kinds)), None)
 
 
-def _tensor_in_traced(obj: Any) -> tuple[str, Any]:
+def _has_traced(obj: Any) -> bool:
     """The same for an object that is made while compiling, and has not really anything inside."""
-    parts = vars(obj).items() if hasattr(obj, "__dict__") else ()
-    names = [f".{k}" for k, v in parts if any(isinstance(x, torch.Tensor) for x in torch_private.pytree.tree_leaves(v))]
-    return (names[0], obj) if names else ("", None)
+    parts = vars(obj) if hasattr(obj, "__dict__") else {}
+    return any(isinstance(x, torch.Tensor) for x in torch_private.pytree.tree_leaves(dict(parts)))
 
 
 def is_array(leaf: Any) -> bool:
@@ -136,8 +108,8 @@ def is_array(leaf: Any) -> bool:
 
 
 @constant_while_compiling
-def array_inside(leaf: Any) -> tuple[str, tuple[int, ...]] | None:
-    """The path inside a leaf of such an array, empty if it is one itself, and its shape; None if there is none."""
+def array_inside(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of such an array, which is a leaf or inside one."""
     if type(leaf) in _ATOMS or "numpy" not in sys.modules:
         return None
-    return next(((path, x.shape) for path, x in chain([("", leaf)], inside(leaf)) if is_array(x)), None)
+    return next((x.shape for x in chain([leaf], inside(leaf)) if is_array(x)), None)

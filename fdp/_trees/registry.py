@@ -91,7 +91,7 @@ def _refused(refused: Sequence[tuple[int, Any, Refusal]], structure: optree.PyTr
     def say(each: tuple[int, Any, Refusal]) -> str:
         i, leaf, problem = each
         accessor = accessors[i][:-1] if isinstance(leaf, Packed) else accessors[i]
-        return problem.text(accessor.codify(name))
+        return f"{accessor.codify(name)} is {problem.why}"
 
     ways = dict.fromkeys(problem.way_out for *_, problem in refused)
     return TreeTypeError(f"{listed(refused, say, '; ')}. {'. '.join(ways)}")

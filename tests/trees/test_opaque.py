@@ -98,39 +98,38 @@ def loss(w: torch.Tensor, batch: Any, y: torch.Tensor) -> torch.Tensor:
     return ((batch.x * w - y) ** 2).sum()
 
 
-INSIDE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "graph": (lambda x: Graph(x=x), r"\._store\._mapping\['x'\]"),
-    "properties": (lambda x: GraphOfNodes(x=x), r"\._store\._mapping\['x'\]"),
-    "object": (lambda x: Held(Held(x)), r"\.held\.held"),
-    "five deep": (lambda x: Held([{"a": (Held(collections.deque([x])),)}]), r"\.held\[0\]\['a'\]\[0\]\.held\[0\]"),
-    "slots": (lambda x: Held(Private(Private(x))), r"\.held\._Private__held\._Private__held"),
-    "namespace": (lambda x: types.SimpleNamespace(a=types.SimpleNamespace(b=x)), r"\.a\.b"),
-    "partial": (lambda x: Held(functools.partial(len, [x])), r"\.held\[\.\.\.\]\[0\]\[0\]"),
-    "set": (lambda x: Held({x}), r"\.held\[\.\.\.\]"),
-    "mapping": (lambda x: Held(types.MappingProxyType({"a": x})), r"\.held\[\.\.\.\]\['a'\]"),
-    "cycle": (lambda x: Cyclic(x), r"\.all\[2\]"),
-    "proxy": (lambda x: Held(Proxy(x)), r"\.held\.held"),
-    "module": (lambda _: Held(torch.nn.Linear(1, 1)), r"\.held\._parameters\['weight'\]"),
-    "scripted": (lambda _: Held([torch.jit.script(torch.nn.Linear(1, 1))]), r"\.held\[0\]"),
-    "sharded": (lambda x: Held(fdp.scatter(x, SLOTS)), r"\.held\.shards\[\d\]"),
-    "late in the queue": (lambda x: Held([*([0] for _ in range(5000)), x]), r"\.held\[5000\]"),
+INSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "graph": lambda x: Graph(x=x),
+    "properties": lambda x: GraphOfNodes(x=x),
+    "object": lambda x: Held(Held(x)),
+    "five deep": lambda x: Held([{"a": (Held(collections.deque([x])),)}]),
+    "slots": lambda x: Held(Private(Private(x))),
+    "namespace": lambda x: types.SimpleNamespace(a=types.SimpleNamespace(b=x)),
+    "partial": lambda x: Held(functools.partial(len, [x])),
+    "set": lambda x: Held({x}),
+    "mapping": lambda x: Held(types.MappingProxyType({"a": x})),
+    "cycle": lambda x: Cyclic(x),
+    "proxy": lambda x: Held(Proxy(x)),
+    "module": lambda _: Held(torch.nn.Linear(1, 1)),
+    "scripted": lambda _: Held([torch.jit.script(torch.nn.Linear(1, 1))]),
+    "sharded": lambda x: Held(fdp.scatter(x, SLOTS)),
+    "late in the queue": lambda x: Held([*([0] for _ in range(5000)), x]),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_tensor_deep_in_an_object_is_found(name: str):
-    make, path = INSIDE[name]
-    obj = make(numbers(4))
-    message = rf"is a {type(obj).__name__}, which holds tensors but is no tree that fdp knows: "
-    with pytest.raises(TypeError, match=rf"^scatter: tree\['k'\] {message}tree\['k'\]{path} is one\. Make"):
+    obj = INSIDE[name](numbers(4))
+    message = rf"is a {type(obj).__name__}, which holds tensors but is no tree that fdp knows\. Make"
+    with pytest.raises(TypeError, match=rf"^scatter: tree\['k'\] {message}"):
         fdp.scatter({"k": obj}, SLOTS)
-    with pytest.raises(TypeError, match=rf"^value_and_grad: args\[1\] {message}args\[1\]{path} is one"):
+    with pytest.raises(TypeError, match=rf"^value_and_grad: args\[1\] {message}"):
         fdp.value_and_grad(loss, devices=SLOTS, reduction="sum")(W, obj, numbers(4))
 
 
 def test_a_function_that_returns_such_an_object():
-    with pytest.raises(TypeError, match=r"^dp_apply: out is a Graph, .*: out\._store\._mapping\['x'\] is one"):
+    with pytest.raises(TypeError, match=r"^dp_apply: out is a Graph, which holds tensors"):
         fdp.dp_apply(lambda w, x: Graph(x=x), W, numbers(4), SLOTS)
 
 
@@ -196,7 +195,7 @@ def test_what_is_written_into_an_object_later_is_seen():
     obj = Held(Held(None))
     fdp.scatter([numbers(3), obj], SLOTS)
     obj.held.held = numbers(3)
-    with pytest.raises(TypeError, match=r"tree\[1\]\.held\.held is one"):
+    with pytest.raises(TypeError, match=r"tree\[1\] is a Held, which holds tensors"):
         fdp.scatter([numbers(3), obj], SLOTS)
 
 
@@ -210,7 +209,7 @@ def test_an_object_with_too_much_inside_is_refused():
 
 def test_numpy_array_deep_in_an_object_is_not_split_either():
     obj = Graph(a=np.zeros((3, 2)), scalar=np.zeros(()))
-    message = r"tree\['o'\]\._store\._mapping\['a'\] is a numpy array of shape \(3, 2\), which is not split.*None"
+    message = r"tree\['o'\] holds a numpy array of shape \(3, 2\), which is not split.*None"
     with pytest.raises(TypeError, match=message):
         fdp.scatter({"x": numbers(3), "o": obj}, SLOTS)
     sharded = fdp.scatter({"x": numbers(3), "o": obj}, SLOTS, {"x": 0, "o": None})

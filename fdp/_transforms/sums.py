@@ -75,6 +75,7 @@ def _is_large(value: Tensor) -> bool:
 
 
 _home_of: Any = operator.attrgetter("dtype", "device", "layout", "requires_grad")
+_dtype_of: Any = operator.attrgetter("dtype")
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -166,6 +167,10 @@ class Gradients:
 
     def sums(self) -> list[Tensor]:
         """What is summed over the shards so far, and if that is wanted, how often each was used."""
+        totals: list[Any] = self._totals
+        is_whole = self._is_usual and len(totals) > 0 and self._unused == "zeros"
+        if is_whole and all(accumulator(dtype) is dtype for dtype in set(map(_dtype_of, totals))):
+            return totals.copy()
         self._begin()
         found: list[Tensor] = []
         for total, (home, *_) in zip(self._totals, self._homes, strict=True):

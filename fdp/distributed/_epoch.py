@@ -55,6 +55,7 @@ class Epoch:
         self._groups: dict[Any, Any] = {}
         self._pending: list[Any] = []
         self._asking: Future[Any] | None = None
+        self._here: Waiting | None = None
 
     # ---- connections
 
@@ -146,7 +147,9 @@ class Epoch:
 
         The notes that are returned are of those that have missed others.
         """
-        own = Waiting(self._count, tag.name, tag.same, tag.say())
+        if self._here is None or self._here[:3] != (self._count, tag.name, tag.same):
+            self._here = Waiting(self._count, tag.name, tag.same, tag.say())  # once a wait: it may be long
+        own = self._here
         others = [rank for rank in range(self.size) if rank != self.rank]
 
         def ask(store: Any) -> tuple[dict[int, Failure], dict[int, Waiting]]:

@@ -24,8 +24,8 @@ from fdp.distributed._replicate import same_everywhere
 from fdp.distributed._step import Agreed, StepCall
 from fdp.distributed._world import World
 
-_NUMBERS: "weakref.WeakKeyDictionary[Plan, dict[Any, int]]" = weakref.WeakKeyDictionary()
-"""Of the kinds of calls with a plan."""
+_NUMBERS: "weakref.WeakKeyDictionary[Plan, dict[Any, tuple[int, bool]]]" = weakref.WeakKeyDictionary()
+"""Of the kinds of calls with a plan, and whether some gradient of theirs is one of rows."""
 
 
 @final
@@ -62,16 +62,18 @@ class MeshPeers(Peers):
         numbers = _NUMBERS.setdefault(plan, {})
         key = self.slots, where, *options.items()
         if key not in numbers:
-            numbers[key] = same_of((key, kinds_of(flats)))
+            is_global = gradients is not None and any(leaf.dim is not None for leaf in gradients.leaves)
+            numbers[key] = same_of((key, kinds_of(flats))), is_global
+        number, is_global = numbers[key]
         seed = None if same["seed"] is None else repr(same["seed"])
-        kind = Same(numbers[key], partial(said_of, flats, {"seed": same["seed"], **options}), seed)
+        kind = Same(number, partial(said_of, flats, {"seed": same["seed"], **options}), seed)
         args = epoch, self.slots, where, kind, self._rows(plan.partition, flats), flats
         if gradients is None:
             call = MeshCall(*args)
             call.table()
         else:
             known = epoch.known.setdefault((kind.number, same["function"]), Agreed())
-            call = StepCall(*args, known, is_global=any(leaf.dim is not None for leaf in gradients.leaves))
+            call = StepCall(*args, known, is_global=is_global)
             if not known.is_checked:
                 self._check_parameters(where, plan, flats)
                 known.is_checked = True

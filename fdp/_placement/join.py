@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fdp._placement.check_outputs import Column, Weights, are_alike, differing_integers, problem_of
-from fdp._placement.moves import accumulator, concat, copy_once, is_inexact, new_memo, to_device, total
+from fdp._placement.moves import Memo, accumulator, concat, copy_once, is_inexact, to_device, total
 from fdp._placement.packing import copy_all
 from fdp._trees.describe import first_difference
 from fdp._trees.listing import listed
@@ -41,7 +41,7 @@ def join(
             path, one, other = first_difference(first.structure, flat.structure, name)
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     resolve_specs(first)
-    is_compiling = torch.compiler.is_dynamo_compiling()  # ids would become guards on these very tensors
+    is_compiling = torch.compiler.is_dynamo_compiling()
     columns: list[Column] = list(zip(*[flat.leaves for flat in flats], strict=True))
     if is_compiling or not all(_are_on(device, flat.leaves) for flat in flats):
         columns = _brought(columns, device, first)
@@ -49,7 +49,8 @@ def join(
     leaves: list[Any] = []
     joined: dict[Any, Any] = {}
     for i, (column, spec) in enumerate(zip(columns, first.specs, strict=True)):
-        key = i if is_compiling or not isinstance(column[0], torch.Tensor) else (spec, *map(id, column))
+        # Ids would become guards on these very tensors.
+        key = (spec, *(column if is_compiling else map(id, column))) if isinstance(column[0], torch.Tensor) else i
         if key not in joined:
             is_usual = not is_compiling and type(spec) is int and are_alike(column, spec)
             problem = None if is_usual else problem_of(column, spec, weights)
@@ -91,10 +92,9 @@ def resolve_specs(flat: Flat) -> None:
 def _brought(columns: Sequence[Column], device: torch.device, flat: Flat) -> list[Column]:
     """What is needed of each leaf, on the device. What several slots have returned is copied once."""
     needed = [column[:1] if spec is None else column for column, spec in zip(columns, flat.specs, strict=True)]
-    memo = new_memo()
-    if memo is not None:
-        pairs = [(x, i) for i, column in enumerate(needed) for x in column if isinstance(x, torch.Tensor)]
-        copy_all([(x, flat, i) for x, i in pairs if x.device != device], [device], memo)
+    memo: Memo = {}
+    pairs = [(x, i) for i, column in enumerate(needed) for x in column if isinstance(x, torch.Tensor)]
+    copy_all([(x, flat, i) for x, i in pairs if x.device != device], [device], memo)
     found: list[Column] = []
     for i, (column, spec) in enumerate(zip(needed, flat.specs, strict=True)):
         if spec == "items":

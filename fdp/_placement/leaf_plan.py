@@ -58,7 +58,7 @@ class LeafPlan:
         """What each shard has of it, where it is now."""
         return [value] * len(partition.slots)
 
-    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
         """What each shard gets of it. What tensors became is in the memo, so that each is moved once."""
         return self.parts(value, self.partition)
 

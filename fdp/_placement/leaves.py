@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.leaf_plan import Home, LeafPlan, Make, not_differentiable
-from fdp._placement.moves import Memo, concat, copy, copy_once, new_memo, split, to_device
+from fdp._placement.moves import Memo, concat, copy, copy_once, split, to_device
 from fdp._placement.packing import copy_all
 from fdp._placement.partition import Partition
 from fdp._placement.peers import ALONE
@@ -39,21 +39,20 @@ class TensorPlan(LeafPlan):
         sizes = partition.sizes
         return split(value, sizes, self.dim) if self.is_cut and sizes else super().parts(value, partition)
 
-    def cut(self, value: Tensor, memo: Memo | None) -> Sequence[Tensor]:
+    def cut(self, value: Tensor, memo: Memo) -> Sequence[Tensor]:
         devices = self.partition.devices
         if not self.is_cut or len(devices) == 1:
             if not self.moves:
                 return [value] * len(devices)
             return [copy_once(value, device, self.flat, self.index, memo) for device in devices]
-        key = None if memo is None else (id(value), self.dim)
-        if memo is not None and key in memo:
+        key = value, self.dim
+        if key in memo:
             return memo[key]
         parts = self.parts(value, self.partition)
         if self.moves:
             pairs = zip(parts, devices, strict=True)
             parts = [copy(part, device, self.flat, self.index) for part, device in pairs]
-        if memo is not None:
-            memo[key] = parts
+        memo[key] = parts
         return parts
 
     def summed(self, value: Tensor) -> Sequence[tuple[Tensor, Flat, int]] | None:
@@ -80,7 +79,7 @@ class ItemsPlan(LeafPlan):
         ranges = [partition.rows(i) or range(0) for i in range(len(partition.slots))]
         return [value[rows.start : rows.stop] for rows in ranges]
 
-    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
         each, path, start = zip(self.parts(value, self.partition), self.partition.devices, strict=True), self.path, 0
         found: list[Any] = []
         for part, device in each:
@@ -158,7 +157,7 @@ class ShardedPlan(SlotsPlan):
 
     how = "there, as a Sharded"
 
-    def cut(self, value: Any, memo: Memo | None) -> Sequence[Any]:
+    def cut(self, value: Any, memo: Memo) -> Sequence[Any]:
         slots, partition = self.partition.slots, self.partition
         if partition.sizes is None or all(a != b for a, b in pairwise(slots)):
             return super().cut(value, memo)
@@ -199,14 +198,13 @@ def _class_of(value: Any, dim: Any, partition: Partition) -> type[LeafPlan]:
     return ItemsPlan if dim == "items" and partition.sizes is not None else OpaquePlan
 
 
-def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo | None) -> None:
+def put(plans: Sequence[LeafPlan], values: Sequence[Any], columns: Sequence[list[Any]], memo: Memo) -> None:
     """Put the parts of leaves into the shards. A tensor that stands in several places is moved once, and stays one."""
     if not columns:  # other processes have all shards
         return
-    if memo is not None:
-        whole = [plan for plan in plans if plan.moves and not plan.is_cut]
-        if whole:
-            copy_all([(values[p.index], p.flat, p.index) for p in whole], whole[0].partition.devices, memo)
+    whole = [plan for plan in plans if plan.moves and not plan.is_cut]
+    if whole:
+        copy_all([(values[plan.index], plan.flat, plan.index) for plan in whole], whole[0].partition.devices, memo)
     for plan in plans:
         index = plan.index
         for column, part in zip(columns, plan.cut(values[index], memo), strict=True):
@@ -219,5 +217,5 @@ def place(
     """The tree of each shard. What has been placed before is in the `memo`."""
     columns = [flat.leaves.copy() for _ in partition.slots]
     plans = [plan for plan in leaf_plans(flat, partition, by_rows) if plan.is_cut or plan.moves]
-    put(plans, flat.leaves, columns, new_memo() if memo is None else memo)
+    put(plans, flat.leaves, columns, {} if memo is None else memo)
     return [unflatten(flat.structure, column) for column in columns]

@@ -16,12 +16,7 @@ from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
 
 Memo = dict[Any, Any]
-"""The pieces of a tensor along a dim, and its copies on devices: a tensor that stands twice is moved once."""
-
-
-def new_memo() -> Memo | None:
-    """None while compiling: an id would become a guard on this very tensor."""
-    return None if torch.compiler.is_dynamo_compiling() else {}
+"""By tensor and dim its pieces, by tensor and device its copy there: a tensor that stands twice is moved once."""
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
@@ -51,21 +46,21 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
     return tensor.clone() if always else tensor
 
 
-def copy_once(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo | None) -> torch.Tensor:
+def copy_once(
+    tensor: torch.Tensor, device: torch.device, flat: Named, index: int, memo: Memo, *, always: bool = False
+) -> torch.Tensor:
     """A whole tensor on a device: the copy that is there, if there is one."""
-    if memo is None:
-        return copy(tensor, device, flat, index)
-    key = id(tensor), device
+    key = tensor, device
     if key not in memo:
-        memo[key] = copy(tensor, device, flat, index)
+        memo[key] = copy(tensor, device, flat, index, always=always)
     return memo[key]
 
 
-def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None) -> Tree:
-    """The tree, which is called `name`, with every tensor on a device."""
-    flat, memo = flatten(tree, name), new_memo() if memo is None else memo
+def to_device(tree: Tree, device: torch.device, name: str, memo: Memo | None = None, *, always: bool = False) -> Tree:
+    """The tree, which is called `name`, with every tensor on a device, in storage of its own if that is wanted."""
+    flat, memo = flatten(tree, name), {} if memo is None else memo
     leaves = [
-        copy_once(leaf, device, flat, i, memo) if isinstance(leaf, torch.Tensor) else leaf
+        copy_once(leaf, device, flat, i, memo, always=always) if isinstance(leaf, torch.Tensor) else leaf
         for i, leaf in enumerate(flat.leaves)
     ]
     return unflatten(flat.structure, leaves)

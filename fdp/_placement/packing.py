@@ -134,8 +134,8 @@ def copy_all(leaves: Sequence[tuple[Tensor, Named, int]], devices: Sequence[torc
     """Copies of whole tensors on devices, into the memo: each is the leaf of a flat tree, which the log names."""
     packed = packed_copies([x for x, *_ in leaves], devices) if len(leaves) > 1 else {}
     for (x, flat, index), device in product(leaves, devices):
-        if (id(x), device) not in memo:
-            memo[id(x), device] = copy_or_packed(x, device, flat, index, packed)
+        if (x, device) not in memo:
+            memo[x, device] = copy_or_packed(x, device, flat, index, packed)
 
 
 def packed_copies(tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> Packed:

@@ -3,12 +3,12 @@
 import torch
 
 from fdp._placement.devices import as_devices
-from fdp._placement.moves import copy
+from fdp._placement.moves import to_device
 from fdp._placement.peers import ALONE, Peers, peers_of
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Slots
 from fdp._trees.profiling import staged
-from fdp._trees.tree import Flat, flatten, unflatten
+from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Devices, Tree
 
 
@@ -58,13 +58,7 @@ def replicate_on(
     """`replicate` on devices that are checked; copies `always`, or only where a tensor is elsewhere."""
     flat = flatten(tree, name, where=where)
     _check_plain(tree, flat, where)
-    shards = []
-    for device in slots:
-        memo: dict[torch.Tensor, torch.Tensor] = {}  # tensors are keys by identity
-        for i, leaf in enumerate(flat.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf not in memo:
-                memo[leaf] = copy(leaf, device, flat, i, always=always)
-        shards.append(unflatten(flat.structure, [memo[x] if isinstance(x, torch.Tensor) else x for x in flat.leaves]))
+    shards = [to_device(tree, device, name, always=always) for device in slots]
     return Replicated(tuple(shards), slots, peers=peers)
 
 

@@ -128,7 +128,7 @@ class State:
         self.partition, self.pieces = plan.partition, plan.pieces
         self.places: Sequence[Slot] = plan.places
         self.columns: list[list[Any]] = list(map(list, repeat(values, len(plan.places))))
-        self.memo: Memo | None = None if plan.around.is_compiling else {}
+        self.memo: Memo = {}
         self.device = plan.partition.devices[0]
 
     def flat(self, plan: Plan) -> Flat:

@@ -8,7 +8,7 @@ import torch
 from fdp._execution.seeds import seed_of
 from fdp._placement.devices import as_devices
 from fdp._placement.leaves import put
-from fdp._placement.moves import copy
+from fdp._placement.moves import Memo, copy_once
 from fdp._placement.partition import Partition
 from fdp._placement.peers import Peers
 from fdp._placement.plan import Plan, Step
@@ -107,13 +107,11 @@ def place_own(plan: Plan, state: State) -> None:
     """What is on its slots, and of everything else a copy for each slot, which the function may write to."""
     put(plan.cut, state.values, state.columns, state.memo)
     for column, device in zip(state.columns, state.pieces.devices, strict=True):
-        own: dict[Any, Any] = {}  # tensors are keys by identity
+        own: Memo = {}
         for leaf in plan.leaves:
             value = column[leaf.index]
             if not leaf.is_cut and isinstance(value, torch.Tensor):
-                if value not in own:
-                    own[value] = copy(value, device, leaf.flat, leaf.index, always=True)
-                column[leaf.index] = own[value]
+                column[leaf.index] = copy_once(value, device, leaf.flat, leaf.index, own, always=True)
 
 
 def leave_there(plan: Plan, state: State) -> None:

@@ -112,7 +112,7 @@ def note_all_versions(plan: Plan, state: State) -> None:
 
     A write under vmap shows in the version of what is batched. Tensors of inference mode have no version.
     """
-    copies = [x for found in (state.memo or {}).values() for x in _each(found)]
+    copies = [x for found in state.memo.values() for x in _each(found)]
     state.watched = [layer for x in [*state.given, *copies] if not x.is_inference() for layer in layers(x)]
     state.versions = list(map(torch_private.version, state.watched))
 
@@ -137,7 +137,7 @@ def check_writes(plan: Plan, state: State) -> None:
     def is_written(tensor: Tensor) -> bool:
         return any(id(layer) in written for layer in layers(tensor))
 
-    owners = {number for (number, _), found in (state.memo or {}).items() if any(map(is_written, _each(found)))}
+    owners = {id(x) for (x, _), found in state.memo.items() if any(map(is_written, _each(found)))}
     paths = [
         path
         for leaf in plan.leaves

@@ -9,7 +9,7 @@ import torch
 
 from fdp._trees.containers import NAMESPACE
 from fdp._trees.prefix import is_items, is_spec_leaf, matched, structure_with_items
-from fdp._trees.registry import PLAIN_LEAVES, TreeTypeError, TreeValueError, by_optree, flattened, register_nodes
+from fdp._trees.registry import TreeTypeError, TreeValueError, by_optree, flattened, register_nodes
 from fdp._trees.types import Dims, Tree
 
 
@@ -68,11 +68,6 @@ def flatten_all(
     trees: tuple[Tree, ...], names: tuple[str, ...], dims: Sequence[Dims], choices: Sequence[str], where: str
 ) -> Flat:
     """`flatten` of several trees, as one tuple of them."""
-    if all(dim is None or type(dim) is int for dim in dims):
-        leaves, structure = flattened_all(trees, names, where)
-        counts = [child.num_leaves for child in structure.children()]
-        specs = [dim for dim, count in zip(dims, counts, strict=True) for _ in range(count)]
-        return Flat(names, leaves, specs, structure, [])
     flats = [flatten(*each, where) for each in zip(trees, names, dims, choices, strict=True)]
     structure = optree.treespec_tuple([flat.structure for flat in flats], namespace=NAMESPACE)
     leaves, specs = [x for flat in flats for x in flat.leaves], [x for flat in flats for x in flat.specs]
@@ -81,12 +76,6 @@ def flatten_all(
 
 def flattened_all(trees: tuple[Tree, ...], names: tuple[str, ...], where: str) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a tuple of trees."""
-    try:
-        leaves, structure = by_optree(trees)
-        if PLAIN_LEAVES.issuperset(map(type, leaves)):
-            return leaves, structure
-    except ValueError:  # one has no end
-        pass
     for tree, name in zip(trees, names, strict=True):  # types are registered, or refused
         flatten(tree, name, where=where)
     return by_optree(trees)

@@ -147,7 +147,7 @@ def test_objects_are_looked_into_in_each_call():
         return x
 
     assert fdp.dp_apply(use, None, (numbers(4), Holder(1)), SLOTS).shape == (4,)
-    with pytest.raises(TypeError, match="is a numpy array of shape"):
+    with pytest.raises(TypeError, match="a numpy array of shape"):
         fdp.dp_apply(use, None, (numbers(4), Holder(np.ones(4))), SLOTS)
 
 

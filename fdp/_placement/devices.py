@@ -8,6 +8,7 @@ import torch
 from fdp._placement.slot import current_slot
 from fdp._trees import torch_private
 from fdp._trees.types import DeviceLike, Devices
+from fdp._trees.untraced import constant_while_compiling
 
 _CPU = torch.device("cpu")
 
@@ -31,6 +32,7 @@ def virtual_devices(n: int, device: DeviceLike = "cpu") -> tuple[torch.device, .
     return (as_device(device, "virtual_devices"),) * n
 
 
+@constant_while_compiling
 def available_devices() -> tuple[torch.device, ...]:
     """All accelerators of this machine, else the CPU: what `devices=None` stands for.
 

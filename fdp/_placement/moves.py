@@ -37,7 +37,8 @@ def copy(tensor: torch.Tensor, device: torch.device, flat: Named, index: int, *,
     """
     if tensor.device != device:
         report(tensor, device, flat, index)
-        if tensor.device.type != "cpu" or device.type in ("cpu", "meta") or not layers(tensor)[-1].is_pinned():
+        may_be_pinned = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
+        if not may_be_pinned or torch.compiler.is_dynamo_compiling() or not layers(tensor)[-1].is_pinned():
             return tensor.to(device)
         # From pinned memory a copy goes on while the host does. What has gaps torch puts elsewhere first, and waits.
         if has_gaps(tensor) and not (tensor.requires_grad or torch_private.is_transformed()):

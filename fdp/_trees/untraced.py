@@ -3,10 +3,12 @@
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 from fdp._trees import torch_private
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The code itself is not compiled; what it calls may be, such as the layers of a user's module. The decorator
 # `torch.compiler.disable` would say the same at every call, and import the whole compiler.
@@ -29,7 +31,7 @@ def leave_all_alone(function: types.FunctionType) -> None:
     torch_private.set_code_exec_strategy(function.__code__, _SKIP_ALL)
 
 
-def constant_while_compiling(function: types.FunctionType) -> types.FunctionType:
+def constant_while_compiling(function: Function) -> Function:
     """Mark a function as one to call when a graph is made, as `torch.compiler.assume_constant_result` does."""
     vars(function)["_dynamo_marked_constant"] = True  # the decorator sets the same and imports the whole compiler
     return function

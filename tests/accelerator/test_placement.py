@@ -68,6 +68,14 @@ def test_all_devices_are_used_by_default():
         fdp.scatter(ROWS, ["virtual:4"])
 
 
+@pytest.mark.parametrize("devices", [None, "virtual", DEVICES[2], DEVICES[1:3], ["cpu", 1]])
+def test_compiled_calls_onto_devices(devices: Any):
+    compiled = torch.compile(
+        lambda p, x: fdp.dp_apply(model, p, x, devices, out_dims=DIMS), fullgraph=True, backend="eager"
+    )
+    assert_close_tree(to(compiled(PARAMS, ROWS), "cpu"), model(PARAMS, ROWS))
+
+
 @executors
 @slots
 def test_the_slots_device_is_the_current_one(devices: list[Any], executor: Any):

@@ -131,13 +131,13 @@ def mean(tensors: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
     # Half precision has no room for sums over rows: 4097 is not even a number there.
     wide = accumulator(tensors[0].dtype)
     scale = 2.0 ** -math.frexp(max(weights))[1]  # exact, and no weight is too large or small for it
-    scaled = [weight * scale for weight in weights]
-    weighted = [
-        (tensor if tensor.dtype is wide else tensor.to(wide)) * weight
-        for tensor, weight in zip(tensors, scaled, strict=True)
-        if weight != 0
-    ]
-    whole, joined = sum(scaled), total(weighted)
+    weighted: list[torch.Tensor] = []
+    whole = 0.0
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if weight != 0:
+            weighted.append((tensor if tensor.dtype is wide else tensor.to(wide)) * (weight * scale))
+            whole += weight * scale
+    joined = total(weighted)
     joined = joined if whole == 1 else joined / whole
     return joined if wide is tensors[0].dtype else joined.to(tensors[0].dtype)
 

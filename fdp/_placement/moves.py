@@ -5,6 +5,7 @@ All are plain differentiable torch, so autograd and torch.func need nothing spec
 
 import ctypes
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,11 +105,14 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 
 def promoted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the widest of their dtypes. Under autocast the dtype of a result may depend on its rows."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) < 2:
+    dtypes = list(map(_dtype, tensors))
+    if dtypes.count(dtypes[0]) == len(dtypes):
         return list(tensors)
-    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    dtype = functools.reduce(torch.promote_types, dtypes)
     return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in tensors]
+
+
+_dtype: Any = operator.attrgetter("dtype")
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class Joining(CallKind):
 
 def join_outputs(plan: Plan, state: State) -> None:
     """What the shards have returned, weighted by their rows."""
-    sizes, outputs, kind = plan.sizes, state.outputs, state.kind
+    sizes, outputs, kind = plan.partition.sizes, state.outputs, state.kind
     weights = sizes or (None if len(outputs) > 1 else (1,))
     state.result = join(outputs, kind.out_dims, weights, kind.target or state.device, "out", state.where)
 

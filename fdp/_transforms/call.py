@@ -25,6 +25,7 @@ from fdp._transforms.arguments import Args
 from fdp._transforms.around import Around
 from fdp._trees.listing import note_lists
 from fdp._trees.profiling import stage
+from fdp._trees.tracebacks import text_of
 from fdp._trees.tree import Flat
 from fdp._trees.types import Devices, Executor, Function, Tree
 
@@ -137,27 +138,27 @@ class State:
 
     def run_shard(self, leaves: Sequence[Any], fn: Function | None = None) -> Any:
         """Call the function, or another one, with trees of these leaves."""
-        trees, keywords = self.structure.unflatten(leaves), self.call.args.keywords
-        if not keywords:
-            return call_shard(fn or self.fn, trees, {})
-        n = len(trees) - len(keywords)
-        return call_shard(fn or self.fn, trees[:n], dict(zip(keywords, trees[n:], strict=True)))
+        args, keywords, kwargs = self.structure.unflatten(leaves), self.call.args.keywords, {}
+        if keywords:
+            first = len(args) - len(keywords)
+            args, kwargs = args[:first], dict(zip(keywords, args[first:], strict=True))
+        try:
+            return (fn or self.fn)(*args, **kwargs)
+        except Exception as error:
+            note_call(error, args, kwargs)
+            raise
 
 
-def call_shard(fn: Function, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
-    """Call a function with the arguments of a shard."""
-    try:
-        return fn(*args, **kwargs)
-    except (TypeError, AttributeError) as error:
+def note_call(error: Exception, args: Sequence[Tree], kwargs: dict[str, Tree]) -> None:
+    """Say of what a function has raised what it was called with, where that may be the cause."""
+    if isinstance(error, TypeError | AttributeError):
         note_lists(error, args, 0, "the function", _ELEMENTS)
-        if "devices" in kwargs and "unexpected keyword argument 'devices'" in str(error):
+        if "devices" in kwargs and "unexpected keyword argument 'devices'" in text_of(error):
             error.add_note("devices= is an option of fdp: write value_and_grad(loss, devices=...)(params, x)")
-        raise
-    except RuntimeError as error:  # of shapes, perhaps: of arguments in another order, of a part that should be whole
-        if not getattr(error, "__notes__", ()):
-            with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
-                error.add_note(f"the function was called with {summary((*args, *kwargs.values()))}")
-        raise
+    elif isinstance(error, RuntimeError) and not getattr(error, "__notes__", ()):
+        # Of shapes, perhaps: of arguments in another order, of a part that should be whole.
+        with contextlib.suppress(Exception):  # a class of the user's may not take notes: it arrives all the same
+            error.add_note(f"the function was called with {summary((*args, *kwargs.values()))}")
 
 
 _ELEMENTS = "pass tuple(batch) to dp_apply, *batch to others, and .unzip() of what is on slots"

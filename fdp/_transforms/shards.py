@@ -6,6 +6,7 @@ slot: so its graph is gone before the next.
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
@@ -285,10 +286,13 @@ def sum_over_processes(plan: Plan, state: State) -> None:
 
 
 def _loss_of(losses: Sequence[Tensor], own: Sequence[float], device: torch.device, *, is_mean: bool) -> Tensor:
-    if {device} != {loss.device for loss in losses}:
+    if {device} != set(map(_device, losses)):
         losses = [to_device(loss, device, "loss") for loss in losses]
     losses = promoted(losses)
     return mean(losses, own) if is_mean else total(losses)
+
+
+_device: Any = operator.attrgetter("device")
 
 
 def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:

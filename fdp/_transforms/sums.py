@@ -31,7 +31,7 @@ class GradientPlan(NamedTuple):
         are_tensors: Each is a tensor.
         in_parts: Those of which each shard has the gradient of a part of its own. Of the others they are summed.
         usual: What each gradient usually is, if all are summed, in their own dtype.
-        large: Those that are added one by one, so that each can be let go; the others are `small`.
+        are_small: All are added in one call. Else one by one, so that each can be let go.
         needs_func: Gradients are taken by torch.func.
         is_attached: Results are differentiable in what was given.
     """
@@ -42,8 +42,7 @@ class GradientPlan(NamedTuple):
     are_tensors: bool
     in_parts: tuple[int, ...]
     usual: list[Any] | None
-    large: list[int]
-    small: list[int]
+    are_small: bool
     needs_func: bool
     is_attached: bool
 
@@ -60,18 +59,13 @@ def gradient_plan(
     """How a call is differentiated in leaves with these values; gradients go to a target, if there is one."""
     places, usual = range(len(leaves)), None
     in_parts = tuple([i for i in places if leaves[i].summed(values[i]) is None])
-    large = [i for i in places if isinstance(values[i], Tensor) and _is_large(values[i])]
-    small = [i for i in places if i not in large]
     are_plain = _PLAIN.issuperset(map(type, values)) and not (needs_func or in_parts)
     if are_plain and all(accumulator(value.dtype) is value.dtype for value in values):
         usual = [(value.dtype, target or value.device, torch.strided, False) for value in values]
+    are_small = are_plain and all(value.layout is torch.strided and value.nbytes < LARGE for value in values)
     at, are_tensors = tuple([leaf.index for leaf in leaves]), all(isinstance(value, Tensor) for value in values)
-    own = tuple(leaves), at, tuple(structures), are_tensors, in_parts, usual, large, small
+    own = tuple(leaves), at, tuple(structures), are_tensors, in_parts, usual, are_small
     return GradientPlan(*own, needs_func, is_attached)
-
-
-def _is_large(value: Tensor) -> bool:
-    return value.layout is torch.strided and value.nbytes >= LARGE
 
 
 _home_of: Any = operator.attrgetter("dtype", "device", "layout", "requires_grad")
@@ -82,8 +76,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 class Gradients:
     """Takes the gradients of the shards as they come: what is to be summed is summed at once, and not kept.
 
-    A sum of two is a new tensor, which nobody else has: what comes later is added in its memory. As long as all are as
-    usual, the small ones are added in one call.
+    A sum of two is a new tensor, which nobody else has: what comes later is added in its memory. Small ones that are as
+    usual are added in one call.
     """
 
     is_used = False  # some tensor has a gradient
@@ -114,23 +108,20 @@ class Gradients:
         if self._parts:
             self._take_parts(shard, grads, column)
         self._is_usual = self._is_usual and self._are_usual(grads)
-        alone: Sequence[int] = self._own.large
-        if not self._is_usual:
+        if self._is_usual and not self._totals:
+            self._totals, self._added = grads.copy(), [1] * len(grads)
+        elif self._is_usual and self._own.are_small:
+            self._totals = list(torch_private.foreach_add(self._totals, grads))
+            self._added = [count + 1 for count in self._added]
+        else:
             self._begin()
-            self._packed, alone = self._brought_home(grads), range(len(grads))
-        elif not self._totals:
-            self._totals, self._added, alone = grads.copy(), [1] * len(grads), ()
-        elif small := self._own.small:
-            totals: list[Any] = self._totals
-            sums = torch_private.foreach_add([totals[i] for i in small], [grads[i] for i in small])
-            for i, total in zip(small, sums, strict=True):
-                totals[i] = total
-                self._added[i] += 1
-        for i in alone:
-            grad, grads[i] = grads[i], None  # let go when it is added
-            if grad is not None:
-                self._add_one(i, grad)
-        self._packed, self.is_used = {}, self.is_used or any(self._added)
+            self._packed = {} if self._is_usual else self._brought_home(grads)
+            for i in range(len(grads)):
+                grad, grads[i] = grads[i], None  # let go when it is added
+                if grad is not None:
+                    self._add_one(i, grad)
+            self._packed = {}
+        self.is_used = self.is_used or any(self._added)
         grads.clear()
 
     def _begin(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from fdp._placement.slot import AXES, Axis, Slot
 from fdp._transforms.apply import dp_apply
 from fdp._transforms.aux_dims import dims_of
-from fdp._transforms.call import call_shard
+from fdp._transforms.call import note_call
 from fdp._transforms.grad import value_and_grad
 from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, Dims, Executor, Function, Tree
@@ -57,8 +57,12 @@ class Case(NamedTuple):
         context = contextvars.copy_context()
         slot = Slot(0, 1, range(self.sample.rows), self.sample.device, "data")
         context.run(AXES.set, (Axis(slot, None, threading.get_ident()),))  # collectives see one slot
-        shard = (arguments.params, *arguments.inputs), arguments.kwargs
-        return CheckedRun(arguments, self._named(context.run(call_shard, self.fn, *shard)))
+        args, kwargs = (arguments.params, *arguments.inputs), arguments.kwargs
+        try:
+            return CheckedRun(arguments, self._named(context.run(self.fn, *args, **kwargs)))
+        except Exception as error:
+            note_call(error, args, kwargs)
+            raise
 
     def split(self, way: Way) -> CheckedRun:
         """A call on slots."""

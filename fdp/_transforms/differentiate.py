@@ -33,7 +33,7 @@ from fdp._transforms.shards import (
     sum_over_processes,
     warn_of_unused,
 )
-from fdp._transforms.steps import begin, end, says, shards_text
+from fdp._transforms.steps import begin, end, numbers_text, says, shards_text
 from fdp._transforms.sums import GradientPlan, Unused, gradient_plan
 from fdp._trees.listing import listed
 from fdp._trees.table import count_text
@@ -160,7 +160,7 @@ class Differentiation(CallKind):
         weigh = Step(counting, says("weigh shards " + ("by count" if self.count else f"for the {self.reduction}")))
         how = by_rows(known, differentiate_by_func if own.needs_func else differentiate_by_autograd)
         how = how if around.is_compiling else partial(look_for_buffers, how)
-        steps = [*begin(known), weigh, Step(how, _differentiated), *end(known)]
+        steps = [*begin(known), weigh, Step(how, partial(_differentiated, numbers_text(known))), *end(known)]
         if self.create_graph is None and not around.is_compiling and not around.is_nested:
             steps.append(Step(warn_of_unused, says("look for a loss that uses nothing")))
         join = join_losses if known.peers is ALONE else sum_over_processes
@@ -232,10 +232,10 @@ _ON_A_MESH = (
 )
 
 
-def _differentiated(plan: Plan) -> str:
+def _differentiated(numbers: str, plan: Plan) -> str:
     how = "torch.func" if plan.gradients.needs_func else "autograd"
     leaves = count_text(len(plan.gradients.leaves), "leaf", "leaves")
-    return f"run {shards_text(plan)}, gradients in {leaves} by {how}, summed as they come"
+    return f"run {shards_text(plan)}{numbers}, gradients in {leaves} by {how}, summed as they come"
 
 
 def _by(count: bool, leaves: Iterable[PlannedLeaf]) -> Iterator[PlannedLeaf]:

@@ -56,11 +56,25 @@ def _said(text: str, plan: Plan) -> str:
 
 def running(known: Known) -> Step:
     """Running the function on each shard."""
-    return Step(by_rows(known, trace_shards if known.around.is_compiling else run_shards), _ran)
+    do = by_rows(known, trace_shards if known.around.is_compiling else run_shards)
+    return Step(do, partial(_ran, numbers_text(known)))
 
 
-def _ran(plan: Plan) -> str:
-    return f"run {shards_text(plan)}"
+def _ran(numbers: str, plan: Plan) -> str:
+    return f"run {shards_text(plan)}{numbers}"
+
+
+def numbers_text(known: Known) -> str:
+    """Which random numbers shards draw."""
+    seed = known.call.options.seed
+    return "" if seed is None else _NUMBERS[seed.randomness]
+
+
+_NUMBERS = {
+    "different": " with seeds of their own",
+    "same": " with one seed",
+    "rows": " with the random numbers of their rows",
+}
 
 
 def _replicated(plan: Plan) -> str:

@@ -1,5 +1,9 @@
 """`explain`: how a plan looks."""
 
+from typing import Any
+
+import pytest
+
 import fdp
 from tests.common.numbers import numbers
 
@@ -63,3 +67,18 @@ def test_html():
         assert "<html" not in html
         assert "\x1b" not in html
     assert "output_projection.weight&#x27;]" in long_plan()._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("randomness", "said"),
+    [
+        ("different", "with seeds of their own"),
+        ("same", "with one seed"),
+        ("rows", "with the random numbers of their rows"),
+    ],
+)
+def test_steps_say_which_random_numbers_are_drawn(randomness: Any, said: str):
+    plan = fdp.explain(lambda w, x: x @ w, numbers(3, 2), numbers(7, 3), SLOTS, seed=0, randomness=randomness)
+    assert f"run 3 shards {said} · " in str(plan)
+    step = fdp.grad(lambda w, x: (x @ w).mean(), devices=SLOTS, seed=0, randomness=randomness)
+    assert f"run 3 shards {said}, gradients in" in str(fdp.explain(step, numbers(3, 2), numbers(7, 3)))

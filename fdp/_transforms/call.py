@@ -101,6 +101,7 @@ class State:
     Attributes:
         values: The leaves of the arguments, as they were given; `structure` puts them together.
         given: All tensors in them.
+        around: What is around the call.
         partition, pieces, places: The shards of this process.
         peers: What other processes do in the call; `flats` are the arguments as they know them.
         columns: The leaves of each shard.
@@ -126,7 +127,7 @@ class State:
     def __init__(self, call: Call, plan: Plan, values: list[Any], structure: Any, given: Sequence[Tensor]) -> None:
         self.call, self.fn, self.where, self.kind = call, call.fn, call.options.where, call.kind
         self.values, self.structure, self.given, self.seed = values, structure, given, call.options.seed
-        self.partition, self.pieces = plan.partition, plan.pieces
+        self.around, self.partition, self.pieces = plan.around, plan.partition, plan.pieces
         self.places: Sequence[Slot] = plan.places
         self.columns: list[list[Any]] = list(map(list, repeat(values, len(plan.places))))
         self.memo: Memo = {}

@@ -21,7 +21,6 @@ from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.bind import run
 from fdp._transforms.call import Begun, Call, CallKind, Known, Options, State
-from fdp._transforms.dropped_buffers import look_for_buffers
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.shards import (
     ask_count,
@@ -159,7 +158,6 @@ class Differentiation(CallKind):
         counting = each_is_one if self.reduction == "sum" else count_rows if self.count is None else ask_count
         weigh = Step(counting, says("weigh shards " + ("by count" if self.count else f"for the {self.reduction}")))
         how = by_rows(known, differentiate_by_func if own.needs_func else differentiate_by_autograd)
-        how = how if around.is_compiling else partial(look_for_buffers, how)
         steps = [*begin(known), weigh, Step(how, partial(_differentiated, numbers_text(known))), *end(known)]
         if self.create_graph is None and not around.is_compiling and not around.is_nested:
             steps.append(Step(warn_of_unused, says("look for a loss that uses nothing")))

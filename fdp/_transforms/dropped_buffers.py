@@ -1,16 +1,14 @@
 """New buffers that `apply` returned while a loss ran, and that its result does not have: said once a module."""
 
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fdp._placement.moves import layers
-from fdp._placement.plan import Plan
 from fdp._placement.transfers import differences
-from fdp._transforms.call import State
 from fdp._transforms.own_statistics import say_once
 from fdp._trees import torch_private
 from fdp._trees.listing import names
@@ -44,19 +42,8 @@ def _is_written(copied: torch.Tensor) -> bool:
     return copied.is_inference() or torch_private.version(copied) > 0
 
 
-def look_for_buffers(do: Callable[[Plan, State], None], plan: Plan, state: State) -> None:
-    """Take a step that runs losses, and say of which modules their results have no new buffers."""
-    returned: list[Returned] = []
-    token = RETURNED.set(returned)
-    try:
-        do(plan, state)
-    finally:
-        RETURNED.reset(token)
-    if returned:
-        _say_dropped(returned, [aux for _, aux in state.outputs], state.where)
-
-
-def _say_dropped(returned: list[Returned], aux: Tree, where: str) -> None:
+def say_dropped(returned: list[Returned], aux: Tree, where: str) -> None:
+    """Say of which modules the result of a shard has no new buffers."""
     kept = {_memory(x) for x in tensors_in(aux)}
     for module, buffers in returned:
         if differences() is None and kept.isdisjoint(map(_memory, buffers.values())):

@@ -13,6 +13,7 @@ from torch import Tensor
 from fdp._placement.plan import Plan
 from fdp._transforms.around import Around
 from fdp._transforms.call import State
+from fdp._transforms.dropped_buffers import RETURNED, Returned, say_dropped
 from fdp._transforms.sums import GradientPlan
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
@@ -67,9 +68,7 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.layout in (torch.strided, torch.jagged) else tensor.clone()
 
 
-def transformed(
-    state: State, shards: Sequence[Shard], run: Callable[[Sequence[Callable[[], Any]]], list[Any]], around: Around
-) -> None:
+def transformed(state: State, shards: Sequence[Shard], run: Callable[[Sequence[Callable[[], Any]]], list[Any]]) -> None:
     """Losses and gradients of shards by one `torch.func.vjp` around all of them; `run` has what each calls."""
     plain: list[Any] = []  # torch.func lets tensors through as aux, and nothing else
     peers, seeds = state.peers, [state.counts.share(shard.index) for shard in shards]
@@ -86,7 +85,7 @@ def transformed(
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
         return [start, *peers.ends(), *counted], [*(loss for loss, _ in outs), *tensors]
 
-    with recording(around):
+    with recording(state.around):
         leaves = [leaf for shard in shards for leaf in shard.tensors]
         made: Any = torch.func.vjp(losses, torch.zeros(0, device="cpu"), *leaves, has_aux=True)
         roots, vjp, rest = made
@@ -129,7 +128,7 @@ def backward(plan: Plan, state: State, shards: Sequence[Shard], ends: Sequence[T
             losses += tensors_in(shard.aux)
     graph = plan.gradients.is_attached or state.kind.create_graph
     if graph is None:  # if results depend on a leaf that is no input they stay differentiable
-        graph = plan.around.has_grad and bool(captured(losses, inputs))
+        graph = state.around.has_grad and bool(captured(losses, inputs))
     for end in ends:
         roots.append(end)
         seeds.append(end.detach())
@@ -165,6 +164,9 @@ def _drop_what_is_left() -> None:
 def loss_of(state: State, leaves: Sequence[Any]) -> tuple[Tensor, Tree]:
     """The loss and the aux that the function returns for a shard."""
     where, has_aux = state.where, state.kind.has_aux
+    returned: list[Returned] = []
+    if not state.around.is_compiling:
+        RETURNED.set(returned)  # until the slot ends
     try:
         out = state.run_shard(leaves)
     except RuntimeError as error:
@@ -181,6 +183,8 @@ def loss_of(state: State, leaves: Sequence[Any]) -> tuple[Tensor, Tree]:
         raise ValueError(
             f"{where}: the loss must be a 0-dim tensor, got shape {tuple(loss.shape)}; reduce it with .mean()"
         )
+    if returned:
+        say_dropped(returned, aux, where)
     return loss, aux
 
 

@@ -93,7 +93,7 @@ def ask_count(plan: Plan, state: State) -> None:
 
 def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
     """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
-    shard, around = Shard(i, state.columns[i], plan.gradients), plan.around
+    shard, around = Shard(i, state.columns[i], plan.gradients), state.around
     found: list[float | Tensor] = []
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -189,7 +189,7 @@ def differentiate_by_func(plan: Plan, state: State) -> None:
         shards = [Shard(i, state.columns[i], plan.gradients) for i in batch]
         with _noting(slots):
             run_these = partial(run_all, slots=slots, lacks_slots=lacks_slots, **how)
-            transformed(state, shards, run_these, plan.around)
+            transformed(state, shards, run_these)
         for i, shard in enumerate(shards):
             _take(state, [], i, shard)
 

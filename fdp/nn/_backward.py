@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ from fdp._trees.graph import captured
 from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Randomness, Reduction, Tree
 from fdp.nn._functional import check_module
-from fdp.nn._reachable import OF_CLONE
 from fdp.nn._recipe import recipe_of
 from fdp.nn._stand_in import stand_in
 from fdp.nn._write_back import own_gradients, put_buffers
 
-_REST = "parameters that are frozen, and buffers"  # a keyword argument that nobody else has
+_OF_CLONE = "_is_of_a_clone_of_fdp"
+_REST = "the module's"  # a keyword argument that nobody else has
 
 
 @api_boundary(OF_JAX)
@@ -90,6 +91,8 @@ def backward(
         RuntimeError: From the function: `loss` wrote in place to an argument or a parameter.
     """
     check_module(module, "backward")
+    if isinstance(loss, nn.Module):
+        raise TypeError("backward: the loss gets the module: write lambda module, x, y: loss(module(x), y)")
     check_function(loss, "backward")
     if count is not None:
         check_function(count, "backward: count")
@@ -97,6 +100,8 @@ def backward(
 
     @functools.cache
     def settings(n_args: int, keywords: tuple[str, ...]) -> Differentiation:
+        if type(in_dims) is tuple and len(in_dims) != n_args:
+            raise ValueError(f"backward: in_dims has {len(in_dims)} entries for {n_args} arguments after the module")
         dims = in_dims if type(in_dims) is tuple else (0 if in_dims is AUTO else in_dims,) * n_args
         named = kwarg_dims if isinstance(kwarg_dims, Mapping) else dict.fromkeys(keywords, kwarg_dims)
         return Differentiation(
@@ -109,7 +114,7 @@ def backward(
             kwarg_dims={**named, _REST: None},
             reduction=reduction,
             count=None if count is None else functools.partial(_count, count),
-            aux_dims=("mean" if aux_dims is AUTO else aux_dims, "mean"),
+            aux_dims={"aux": "mean" if aux_dims is AUTO else aux_dims, "buffers": "mean"},
             aux_weight=aux_weight,
             microbatches=microbatches,
             reduce_dtype=reduce_dtype,
@@ -121,11 +126,13 @@ def backward(
             unused="none",
         )
 
-    settings(0, ())  # says what is wrong with the options
+    settings(len(in_dims) if type(in_dims) is tuple else 0, ())  # says what is wrong with the options
 
     @api_boundary()
     @functools.wraps(loss, updated=())
     def step(*args: Tree, **kwargs: Tree) -> Any:
+        if any(arg is module for arg in args):
+            raise TypeError("backward: the function that it returns takes the arguments after the module: step(x, y)")
         dims_by_name(kwargs, kwarg_dims, "backward")  # says which names are wrong
         value, aux = _step(module, settings(len(args), tuple(kwargs)), args, kwargs)
         return (value, aux) if has_aux else value
@@ -138,25 +145,27 @@ def _step(module: nn.Module, settings: Differentiation, args: tuple[Tree, ...], 
     params = {name: p.detach() for name, p in own.items() if p.requires_grad}
     if not params:
         raise ValueError(f"backward: no parameter requires a gradient. Call {type(module).__name__}.requires_grad_()")
-    rest: Any = {_REST: ({name: p for name, p in own.items() if name not in params}, buffers)}
-    value, (aux, new_buffers), grads = settings.compute((params, *args), {**kwargs, **rest})
-    found = {name: grad for name, grad in grads.items() if grad is not None}
+    rest: Any = {"frozen": {name: p for name, p in own.items() if name not in params}, "buffers": buffers}
+    value, aux, grads = settings.compute((params, *args), {**kwargs, _REST: rest})
+    found = {name: grad.detach() for name, grad in grads.items() if grad is not None}
     if not found:
         raise ValueError("backward: the loss depends on no parameter of the module that requires a gradient")
-    if value.requires_grad:
-        _say_left_out(value)
+    left_out = [weakref.ref(x) for x in captured([value], [])] if value.requires_grad else []
+    value, grads = value.detach(), None  # the graph goes, and with it what only the loss has had
+    if others := [x for ref in left_out if (x := ref()) is not None]:
+        _say_left_out(others)
     _accumulate(own, found)
-    put_buffers(module, new_buffers)
-    return value.detach(), aux
+    put_buffers(module, aux["buffers"])
+    return value, aux["aux"]
 
 
-def _say_left_out(value: Tensor) -> None:
+def _say_left_out(others: list[Tensor]) -> None:
     """Say that there are tensors that require gradients and get none: an error for parameters of others."""
     text = (
         "backward: the loss depends on tensors that require gradients and are no parameters of the module: they get "
         "none. Put parameters into the module, several modules into an nn.ModuleDict"
     )
-    if any(isinstance(x, nn.Parameter) and OF_CLONE not in vars(x) for x in captured([value], [])):
+    if any(isinstance(x, nn.Parameter) and _OF_CLONE not in vars(x) for x in others):
         raise ValueError(f"{text}, or call requires_grad_(False)")
     warn(text)
 
@@ -167,7 +176,7 @@ def _accumulate(params: Mapping[str, nn.Parameter], grads: dict[str, Tensor]) ->
     for name, grad in own_gradients({name: grads[name] for name in first}, params).items():
         params[name].grad = grad
     if others := [name for name in grads if name not in first]:
-        torch.autograd.backward([params[name] for name in others], [grads[name].detach() for name in others])
+        torch.autograd.backward([params[name] for name in others], [grads[name] for name in others])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,31 +189,34 @@ class _OnSlot:
     aux_dims: Any = dataclasses.field(compare=False)
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        frozen, buffers = kwargs.pop(_REST)
-        recipe, look = recipe_of(self.module)
+        frozen, buffers = kwargs.pop(_REST).values()
+        recipe, states = recipe_of(self.module)
         if recipe.takes_own_statistics():
             say_own(self.module)
         given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
-        own = dict(zip(recipe.numbers, recipe.own(look)[1:], strict=False))
-        _make_parameters(given, own or dict(self.module.named_parameters()))
-        with stand_in(self.module, recipe, look, given) as made:
+        _make_parameters(given, recipe.own(states) or dict(self.module.named_parameters()))
+        with stand_in(self.module, recipe, states, given) as made:
             out = self.loss(made.modules[0], *args, **kwargs)
             now = dict(made.modules[0].named_buffers())
+        if any(p.grad is not None for p in params.values() if p.is_leaf):
+            raise RuntimeError(
+                "backward: the loss has called backward() itself. Return all that is to be differentiated"
+            )
         if not self.has_aux and not isinstance(out, tuple):
-            return out, (None, now)
+            return out, {"aux": None, "buffers": now}
         if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
             hint = "return (loss, aux)" if self.has_aux else "return the loss alone. To return more pass has_aux=True"
             raise TypeError(f"backward: the loss must {hint}, got {type(out).__name__}")
         dims_of(out[1], self.aux_dims, "backward")
-        return out[0], (out[1], now)
+        return out[0], {"aux": out[1], "buffers": now}
 
 
 def _make_parameters(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> None:
     """Give tensors the class and the attributes of the parameters that they stand for: the loss may ask for them."""
     for name, p in own.items():
-        if isinstance(p, nn.Parameter) and type(given[name]) is Tensor:
+        if isinstance(p, nn.Parameter) and type(given.get(name)) is Tensor:
             given[name].__class__ = type(p)
-            vars(given[name]).update(vars(p), **{OF_CLONE: True})
+            vars(given[name]).update(vars(p), **{_OF_CLONE: True})
 
 
 def _count(count: Function, params: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,14 @@
 """A clone of a tree of modules: made for one call, over other tensors, and thrown away."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fdp.nn._copier import Copier
-from fdp.nn._reachable import OF_CLONE
-from fdp.nn._recipe import Look, Recipe
-from fdp.nn._tree import FLAGS, HOOKS, OF_STATE, join
+from fdp.nn._recipe import Recipe
+from fdp.nn._tree import FLAGS, HOOKS, OF_STATE, Attributes, join
 
 _EMPTY = OrderedDict[Any, Any]()
 _new = object.__new__
@@ -26,27 +25,25 @@ class Clone(NamedTuple):
 
 def clone(
     recipe: Recipe,
-    look: Look,
-    tensors: Sequence[Any],
-    *,
-    shares: bool,
+    states: Sequence[Attributes],
+    tensors: Mapping[Any, Any],
     replica: dict[str, Any] | None = None,
 ) -> Clone:
-    """New modules with the attributes of the module's, over tensors by number.
+    """New modules with the attributes of the module's, over other tensors by name or place.
 
-    If the clone `shares`, it has the lists, dicts and sets of the module in which there is no tensor or module of it.
-    A `replica` is a user's, who may register hooks on it; it has these attributes.
+    A `replica` is a user's, who may register hooks on it; it has these attributes, and the lists, dicts and sets of the
+    module in which there is no tensor or module of it.
     """
-    note, made = recipe.note, list[Any](map(_new, recipe.kinds()))
+    made = list[Any](map(_new, recipe.kinds()))
     links: list[Any] = [*made, None]  # the last one is number -1
-    child, tensor = map(links.__getitem__, note.children), map(tensors.__getitem__, note.tensors)
-    states, plain = look
-    for (children, params, buffers), (begin, shared), state, module in zip(note.keys, plain, states, made, strict=True):
+    child, tensor = map(links.__getitem__, recipe.children), map(tensors.__getitem__, recipe.tensors)
+    for (children, params, buffers), (begin, shared), state, module in zip(
+        recipe.keys, recipe.plain, states, made, strict=True
+    ):
         own = begin.copy()
         for key in shared:
             own[key] = state[key]
         if replica is not None:
-            del own[OF_CLONE]
             own.update(
                 {key: OrderedDict() for key in (*HOOKS, *FLAGS)}, **{key: state[key] for key in OF_STATE}, **replica
             )
@@ -55,12 +52,11 @@ def clone(
         own["_buffers"] = dict(zip(buffers, tensor, strict=False)) if buffers else {}
         own["_non_persistent_buffers_set"] = state["_non_persistent_buffers_set"].copy() if buffers else set()
         _put(module, own)
-    unnamed = list(zip(recipe.unnamed, tensors[len(recipe.numbers) + 1 :], strict=True))
+    unnamed = [(path, tensors[place]) for path, place in recipe.unnamed]
     if not recipe.odd:
         return Clone(made, unnamed)
-    own_tensors = recipe.own(look)
-    of = dict(zip(recipe.ids, made, strict=False)) | dict(zip(map(id, own_tensors[1:]), tensors[1:], strict=True))
-    copier = Copier(of, lambda module, path: module, shares=shares)
+    of = dict(zip(recipe.ids, made, strict=False)) | {id(x): tensors[key] for key, x in recipe.own(states).items()}
+    copier = Copier(of, lambda module, path: module, shares=replica is not None)
     for i, path, keys in recipe.odd:
         copied = {key: copier.copy(states[i][key], join(path, key)) for key in keys}
         if not copied.keys().isdisjoint(HOOKS):

@@ -14,12 +14,11 @@ from fdp._placement.partition import Partition, check_weights
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone
-from fdp.nn._buffers import keep_buffers
 from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
-from fdp.nn._reachable import OF_CLONE
-from fdp.nn._replicate import OF_REPLICAS, check_placement, replicas_of
+from fdp.nn._replicate import check_placement, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
+from fdp.nn._write_back import put_buffer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -137,13 +136,13 @@ class DataParallel(nn.Module, Generic[M]):
             return to_device(output, as_target(cast(Any, self.output_device), self._where), "output")
         replicas = self.replicate(self.module, self._ids_of(args))
         output = self.gather(self.parallel_apply(replicas, args, keywords), cast(Any, self.output_device))
-        keep_buffers(self.module, replicas[0])
+        _keep_buffers(self.module, replicas[0])
         return output
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike | int]) -> list[M]:
         """Make a replica of the module for each device."""
         devices = self._devices_of(device_ids)
-        return replicas_of(module, devices, self._where, marks=_MARKS, source=self.src_device_obj)
+        return replicas_of(module, devices, self._where, source=self.src_device_obj)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike | int]
@@ -172,6 +171,18 @@ class DataParallel(nn.Module, Generic[M]):
 
     def _devices_of(self, device_ids: Sequence[DeviceLike | int]) -> tuple[torch.device, ...]:
         return as_devices(list(device_ids), self._where)
+
+
+def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
+    """Give the module what forward has put in place of buffers of its first replica, which shares the others."""
+    made = dict(replica.named_modules())
+    for path, part in module.named_modules():
+        for key, own in part._buffers.items() if path in made else ():
+            new = made[path]._buffers.get(key, own)
+            if own is not None and new is not None and own.device != new.device:
+                put_buffer(part._buffers, key, new.detach().to(own.device))  # the first device has no rows
+            elif new is not own:
+                part._buffers[key] = new
 
 
 def data_parallel(
@@ -212,9 +223,6 @@ class _Once(DataParallel[Any]):
 
     def _prepare(self, devices: Sequence[torch.device]) -> None:
         """The module stays where it is."""
-
-
-_MARKS = {**OF_REPLICAS, OF_CLONE: True}
 
 
 class _Shards(tuple[tuple[Any, ...], ...]):

@@ -1,8 +1,7 @@
 """Modules as functions: parameters and buffers go in, the output and new buffers come out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -44,23 +43,21 @@ class Apply:
         module = self._module
         if torch.compiler.is_dynamo_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
-        recipe, look = recipe_of(module)
+        recipe, states = recipe_of(module)
         if recipe.takes_own_statistics():
             say_own(module)
         _check_names(params, buffers, recipe.params, recipe.buffers)
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         given = {**params, **copies}
-        before = _versions(params.values())
         try:
-            with stand_in(module, recipe, look, given, shares=False) as made:
-                paths, plain = [path for path, _ in made.plain], [tensor for _, tensor in made.plain]
-                of_plain = _versions(plain)
+            with stand_in(module, recipe, states, given) as made:
+                before = _versions(made.plain)
                 out = made.modules[0](*args, **kwargs)
-                _check_written(paths, plain, of_plain, _PLAIN)
+                if before and _versions(made.plain) != before:
+                    _refuse_written(made.plain, before)
         except (TypeError, AttributeError) as error:
             note_lists(error, args, 1, "apply", "write apply(state, *batch), or pass tuple(batch) to dp_apply")
             raise
-        _check_written(params, params.values(), before, _PARAMS)
         # Where forward of a module that is called itself has deleted a buffer, torch leaves a mark of its own.
         new_buffers = {name: given[name] for name in buffers if isinstance(given.get(name, ...), _TENSOR_OR_NONE)}
         note_changed(module, copies, new_buffers)
@@ -104,7 +101,7 @@ def functional(module: nn.Module, *, detach: bool = True) -> tuple[Apply, State]
         TypeError: Not a module, or one that cannot be called with other tensors. From `apply`: not a pair of dicts.
         ValueError: A lazy module that has not seen an input, or an embedding with `max_norm`. From `apply`: names are
             missing or unexpected.
-        RuntimeError: From `apply`: forward wrote in place to a parameter, or to a tensor that is not a buffer.
+        RuntimeError: From `apply`: forward wrote in place to a tensor that is neither a parameter nor a buffer.
     """
     check_module(module, "functional")
     params: Tensors = dict(module.named_parameters())
@@ -165,30 +162,14 @@ def _check_names(params: Tensors, buffers: Tensors, own_params: Any, own_buffers
         raise ValueError(f"apply: {'; '.join(wrong)}. {hint}")
 
 
-_VERSION = attrgetter("_version")
+def _versions(plain: Sequence[tuple[str, Tensor]]) -> list[int | None]:
+    """How often each tensor has been written, as far as torch counts it: not those of inference mode."""
+    return [None if tensor.is_inference() else torch_private.version(tensor) for _, tensor in plain]
 
 
-def _versions(tensors: Iterable[Tensor]) -> list[int | None]:
-    """How often each has been written, as far as torch counts it."""
-    tensors = list(tensors)
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:  # of inference tensors it does not
-        return [None if tensor.is_inference() else torch_private.version(tensor) for tensor in tensors]
-
-
-def _check_written(paths: Iterable[str], tensors: Iterable[Tensor], before: list[int | None], text: str) -> None:
-    now = _versions(tensors)
-    if now != before:
-        written = [path for path, old, new in zip(paths, before, now, strict=True) if old != new]
-        raise RuntimeError(f"apply: forward wrote in place to {text.format(names(written))}")
-
-
-_PLAIN = (
-    "{}, plain tensor attributes that all calls share. Register them as buffers, register_buffer(name, tensor): apply "
-    "works on copies of those and returns them"
-)
-_PARAMS = (
-    "the parameters {}, which may hold the change now. A pure function cannot: use a new tensor "
-    "(weight = self.weight.clamp(min=0)), or write outside of forward"
-)
+def _refuse_written(plain: Sequence[tuple[str, Tensor]], before: list[int | None]) -> None:
+    paths = [path for (path, _), old, new in zip(plain, before, _versions(plain), strict=True) if old != new]
+    raise RuntimeError(
+        f"apply: forward wrote in place to {names(paths)}, plain tensor attributes that all calls share. Register them "
+        "as buffers, register_buffer(name, tensor): apply works on copies of those and returns them"
+    )

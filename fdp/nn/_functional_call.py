@@ -29,8 +29,8 @@ def functional_call(
 
     `functional_call(module, tensors, args) == torch.func.functional_call(module, tensors, args)`.
 
-    Calls run on clones, as those of `functional` do. Attributes that forward sets are lost. Lists, dicts and sets are
-    the module's own, unless its tensors or modules are in them.
+    Calls run on clones, as those of `functional` do. What forward writes to attributes, lists, dicts and sets of the
+    module is lost.
 
     >>> import torch
     >>> from fdp import functional_call
@@ -62,15 +62,15 @@ def functional_call(
         return torch.func.functional_call(module, params_and_buffers, args, kwargs, **options)
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
-    recipe, look = recipe_of(module)
+    recipe, states = recipe_of(module)
     if recipe.takes_own_statistics():
         say_own(module)
     known = {name: x for name, x in given.items() if tie_weights and name in recipe.names and isinstance(x, Tensor)}
     plain = len({recipe.names[name] for name in known}) == len(given) and not torch_private.is_tracing()
     plain = plain and not isinstance(module, torch.jit.ScriptModule | nn.DataParallel)
-    plain = plain and (not strict or given.keys() == recipe.numbers.keys())
+    plain = plain and (not strict or given.keys() == recipe.usual.keys())
     tensors = given if plain else {} if recipe.in_place else known
-    with stand_in(module, recipe, look, tensors) as made:
+    with stand_in(module, recipe, states, tensors) as made:
         if plain:
             return made.modules[0](*args, **kwargs)
         # Torch says what is wrong with the names, or ties the tensors in its own way.

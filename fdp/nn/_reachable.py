@@ -1,6 +1,5 @@
 """Whether what a clone shares with its module leads back to the module."""
 
-import builtins
 import contextvars
 import dis
 import functools
@@ -13,30 +12,26 @@ import types
 import weakref
 from collections.abc import Container, Iterable
 from enum import Enum
-from typing import Any, final
+from typing import Any
 
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 
 from fdp.nn._values import ATOMS, BOXES, has_atoms_only, is_constant
 
-OF_CLONE = "_is_clone_of_fdp"
 LruCache = type(functools.lru_cache(len))
 # Either nothing is behind these, or nothing that a forward comes to.
 _ENDS = (type, types.ModuleType, types.CodeType, Tensor, Enum, logging.Filterer, io.IOBase)
 _ENDS += (torch.fx.Graph, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # operators
-_DEFINED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "fdp"}  # what their functions know is no user's module
 _MOST = 20_000
 """Objects that are looked at. With more the module is called in place."""
 
 
-def way_back(
-    shared: Iterable[tuple[str, Any]], targets: Container[int], seen: dict[int, Any], *, refuses_clones: bool
-) -> str | None:
-    """The path of the first value from which one of the objects with these ids may be reached. All are `seen` then."""
-    found = (path for path, value in shared if _leads(value, targets, seen, path if refuses_clones else None))
-    return next(found, None)
+def way_back(shared: Iterable[tuple[str, Any]], targets: Container[int]) -> str | None:
+    """The path of the first value from which one of the objects with these ids may be reached."""
+    seen: dict[int, Any] = {}
+    return next((path for path, value in shared if _leads(value, targets, seen)), None)
 
 
 def is_settled(value: Any) -> bool:
@@ -47,21 +42,7 @@ def is_settled(value: Any) -> bool:
     return isinstance(value, _ENDS) or (library and not value.__closure__ and is_constant(value.__defaults__ or ()))
 
 
-def refuse_clone(module: nn.Module, path: str) -> None:
-    """Raise for a module that is no part of the one that has it, but of a clone of an earlier call."""
-    if is_clone(module):
-        raise RuntimeError(
-            f"The module's {path!r} leads to a {type(module).__name__} of a clone, which forward has put there in an "
-            "earlier call, and which computes with the tensors of that call. Keep numbers and tensors, not modules"
-        )
-
-
-def is_clone(module: nn.Module) -> bool:
-    """Whether a module is one that shares containers with the user's."""
-    return OF_CLONE in vars(module)
-
-
-def _leads(start: Any, targets: Container[int], seen: dict[int, Any], refusing: str | None) -> bool:
+def _leads(start: Any, targets: Container[int], seen: dict[int, Any]) -> bool:
     todo = [start]
     while todo:
         value = todo.pop()
@@ -69,8 +50,6 @@ def _leads(start: Any, targets: Container[int], seen: dict[int, Any], refusing: 
             return True
         if type(value) in ATOMS or id(value) in seen or isinstance(value, _ENDS):
             continue
-        if refusing is not None and issubclass(type(value), nn.Module):
-            refuse_clone(value, refusing)
         seen[id(value)] = value
         parts = _parts(value)
         if parts is None or len(seen) > _MOST:
@@ -125,37 +104,6 @@ def _is_plain(kind: type) -> bool:
     words += not base.__dictoffset__ and (kind.__dictoffset__ > 0 or bool(kind.__dictoffset__ and kind.__itemsize__))
     words += not base.__weakrefoffset__ and kind.__weakrefoffset__ > 0
     return kind.__basicsize__ == base.__basicsize__ + words * tuple.__itemsize__
-
-
-@final
-class Outside:
-    """What classes and functions have under names: their values may be others at the next call."""
-
-    def __init__(self, kinds: Iterable[type], functions: Iterable[types.FunctionType]) -> None:
-        of_users = {cls for kind in kinds for cls in kind.__mro__ if not of_library(cls.__module__)}
-        self._classes = list(map(weakref.ref, of_users))
-        read = [(function, _read_by(function)) for function in functions]
-        self._functions = [(weakref.ref(each), names) for each, names in read if names or each.__closure__]
-        self._before = self._now()
-
-    def are_others(self) -> bool:
-        """Whether a name has another value than at first. Of numbers and the like, any will do."""
-        return self._now() != self._before
-
-    def _now(self) -> list[int]:
-        values = [value for ref in self._classes for value in vars(ref()).values()]
-        for ref, names in self._functions:
-            if (function := ref()) is not None:
-                values += map(function.__globals__.get, names)
-                values += gc.get_referents(*(function.__closure__ or ()))
-        return [0 if type(value) in ATOMS or issubclass(type(value), Tensor) else id(value) for value in values]
-
-
-def _read_by(function: types.FunctionType) -> list[str]:
-    """The global names of a function of the user's: not what is imported or defined in its file as a rule."""
-    scope = function.__globals__
-    names = () if of_library(scope.get("__name__")) else _global_names(function.__code__).difference(vars(builtins))
-    return [name for name in names if not isinstance(scope.get(name), _DEFINED)]
 
 
 def members(kind: type) -> list[Any]:

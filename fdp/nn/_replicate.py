@@ -11,8 +11,7 @@ from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy, is_expanded
 from fdp._trees.types import DeviceLike
 from fdp.nn._clone import clone
-from fdp.nn._recipe import Look, Recipe, recipe_of
-from fdp.nn._stand_in import Tensors, stand_in, why_in_place
+from fdp.nn._recipe import recipe_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,58 +64,33 @@ def replicas_of(
     devices: Sequence[torch.device],
     where: str,
     *,
-    marks: dict[str, Any] = OF_REPLICAS,
     detach: bool = False,
     source: torch.device | None = None,
 ) -> list[M]:
     """Clones over the module's tensors, which are on the `source`, and over copies of them for the other devices."""
-    recipe, look = recipe_of(module)
-    if recipe.reason is not None:
-        raise RuntimeError(f"{where}: there can be no replica of this {type(module).__name__}: {recipe.reason}")
-    own, count = recipe.own(look), len(recipe.numbers) + 1
-    if any(map(is_lazy, own[1:count])):  # the message is torch's
+    recipe, states = recipe_of(module)
+    own = recipe.own(states)
+    if any(map(is_lazy, own.values())):  # the message is torch's
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass to "
             "correctly initialize the modules"
         )
-    if recipe.in_place is not None and where == "replicate":
-        raise RuntimeError(
-            f"replicate: a replica of this {type(module).__name__} would compute with the module's own tensors: "
-            f"{recipe.in_place}. Remove what leads back to the module"
-        )
+    # In DataParallel what leads back to the module finds the module, as in torch's: its tensors are equal.
+    if (reason := recipe.in_place if where == "replicate" else recipe.reason) is not None:
+        raise RuntimeError(f"{where}: there can be no replica of this {type(module).__name__}: {reason}")
+    named = {name: own[name] for name in recipe.usual}
     if source is not None:
-        check_placement(own[1:count], source)
-    names = Names(list(recipe.numbers))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        copies = [
-            [copy(x, device, names, i, always=slot > 0 and not is_expanded(x)) for i, x in enumerate(own[1:count])]
-            for slot, device in enumerate(devices)
-        ]
-    made: list[Any] = [
-        InPlace(module, recipe, dict(zip(recipe.numbers, tensors, strict=True)))
-        if why_in_place(recipe)
-        else clone(recipe, look, [None, *tensors, *own[count:]], shares=True, replica=marks).modules[0]
-        for tensors in copies
-    ]
+        check_placement(named.values(), source)
+    names, made = Names([*named]), list[Any]()
+    for slot, device in enumerate(devices):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+            copies = {
+                name: copy(x, device, names, i, always=slot > 0 and not is_expanded(x))
+                for i, (name, x) in enumerate(named.items())
+            }
+        tensors = {None: None, **own, **copies}
+        made.append(clone(recipe, states, tensors, OF_REPLICAS).modules[0])
     return made
-
-
-class InPlace(nn.Module):
-    """The module itself, with its tensors exchanged during each call: where a clone might lead back to it."""
-
-    def __init__(self, module: nn.Module, recipe: Recipe, tensors: Tensors) -> None:
-        super().__init__()
-        # Not the module's own parameters, of which `zero_grad` in forward would clear the gradients.
-        own = {name: x.view_as(x) if x.is_leaf and x.requires_grad else x for name, x in tensors.items()}
-        vars(self).update(_original=module, _recipe=recipe, tensors=own)  # no child
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks of its own
-        module: nn.Module = vars(self)["_original"]
-        with stand_in(module, vars(self)["_recipe"], Look([], []), vars(self)["tensors"]):
-            return module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_original"], name)
 
 
 class Names(NamedTuple):

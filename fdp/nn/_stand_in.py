@@ -1,7 +1,7 @@
 """What is called in place of a module with other tensors: a clone of it, or itself where no clone can stand for it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from fdp._placement.transfers import differences
 from fdp._transforms.own_statistics import say_once
 from fdp._trees import torch_private
 from fdp.nn._clone import Clone, clone
-from fdp.nn._recipe import Look, Recipe
+from fdp.nn._recipe import Recipe
+from fdp.nn._tree import Attributes
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -30,9 +31,7 @@ def why_in_place(recipe: Recipe) -> str | None:
 
 
 @contextlib.contextmanager
-def stand_in(
-    module: nn.Module, recipe: Recipe, look: Look, given: dict[str, Any], *, shares: bool = True
-) -> Iterator[Clone]:
+def stand_in(module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any]) -> Iterator[Clone]:
     """As a context: what stands for the module with tensors under names of it; its own stand for those left out.
 
     Afterwards the dict has what is under the names of its buffers by then; other buffers are the module's.
@@ -43,25 +42,25 @@ def stand_in(
         with _alone(module, recipe), swap:
             yield Clone([module])
         return
-    if [*given] == [*recipe.numbers]:  # the usual case: there is nothing to look up
-        names, tensors = recipe.usual, [None, *given.values(), *recipe.others(look)]
-    else:
-        names, tensors = {recipe.names[name]: name for name in given}, recipe.own(look)
-        for number, name in names.items():
-            tensors[number] = given[name]
-    made = clone(recipe, look, tensors, shares=shares)
+    names, tensors = recipe.usual, {None: None, **given}
+    if [*given] != [*names]:
+        names = {recipe.names[name]: name for name in given}
+        tensors = {None: None, **recipe.own(states), **{name: given[own] for name, own in names.items()}}
+    elif recipe.unnamed:
+        tensors |= {place: states[place[0]][place[1]][place[2]] for _, place in recipe.unnamed}
+    made = clone(recipe, states, tensors)
     try:
         yield made
     finally:
-        for i, key, number, is_first in recipe.buffer_slots:
-            now, name = vars(made.modules[i])["_buffers"].get(key, _GONE), names.get(number)
-            if name is not None:
-                if is_first and now is _GONE:
-                    del given[name]
-                elif is_first:
-                    given[name] = now
-            elif now is not tensors[number] and now is not _GONE:
-                look.states[i]["_buffers"][key] = now
+        for name, i, key, is_first in recipe.buffer_slots:
+            now = vars(made.modules[i])["_buffers"].get(key, _GONE)
+            if name not in names:
+                if now is not tensors[name] and now is not _GONE:
+                    states[i]["_buffers"][key] = now
+            elif is_first and now is _GONE:
+                del given[names[name]]
+            elif is_first:
+                given[names[name]] = now
 
 
 _GONE = object()

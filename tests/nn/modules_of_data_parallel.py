@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -40,15 +39,10 @@ def run(model: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:
 IN_PLACE = "executor='threads': the function calls a module that can only be called in place"
 
 
-def assert_like_one_device(
-    module: nn.Module, *inputs: Tensor, slots: int = 3, in_place: bool = False, **options: Any
-) -> None:
-    """Values and gradients, in whatever way the replicas run, of two calls; `in_place`: not beside others."""
+def assert_like_one_device(module: nn.Module, *inputs: Tensor, slots: int = 3, **options: Any) -> None:
+    """Values and gradients, in whatever way the replicas run, of two calls."""
     want = run(module, module, *inputs)
-    if in_place:
-        with pytest.raises(RuntimeError, match=IN_PLACE):
-            DataParallel(module, ["cpu"] * slots, executor="threads", **options)(*inputs)
-    executors: list[Any] = ["sequential", "auto", *["threads"] * (not in_place)]
+    executors: list[Any] = ["sequential", "auto", "threads"]
     for executor in executors:
         shim = DataParallel(module, ["cpu"] * slots, executor=executor, **options)
         with many_cores():

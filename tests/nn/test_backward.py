@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -350,7 +351,59 @@ def test_gradients_are_the_parameters_own():
     assert model.b.grad.any()
 
 
+def frozen() -> Any:
+    model: Any = mlp()
+    model[2].requires_grad_(False)
+    return model
+
+
+class Counting(nn.Linear):
+    """Counts rows in a buffer, and keeps a loss in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("rows", torch.tensor(0))
+        self.losses: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.rows += len(input)
+        out = super().forward(input)
+        self.losses.append(out.square().mean())
+        return out
+
+
+@each_count
+def test_a_list_that_forward_fills_is_the_slots_own(count: int):
+    model = Counting()
+    one, step = (
+        copy.deepcopy(model),
+        fdp.backward(model, lambda m, x: m(x).mean() + sum(m.losses), devices=fdp.virtual_devices(count)),
+    )
+    x = X[:6]
+    for _ in range(2):
+        one.losses.clear()
+        (one(x).mean() + sum(one.losses)).backward()
+        step(x)
+    torch.testing.assert_close(model.weight.grad, one.weight.grad)
+    assert model.losses == []
+
+
+def test_an_old_backward_hook():
+    model: Any = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model[0].register_backward_hook(
+            lambda module, inner, outer: tuple(2 * x if x is not None else x for x in inner)
+        )
+        one = copy.deepcopy(model)
+        fdp.backward(model, mse, devices=fdp.virtual_devices(2))(X, Y)
+        mse(one, X, Y).backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 wrongly: Any = fdp.backward
+OUTSIDE = nn.Parameter(torch.ones(()))
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a class": (lambda: wrongly(nn.Linear, mse), TypeError, "backward: expected a torch.nn.Module, got the class"),
     "no function": (lambda: wrongly(mlp(), 3), TypeError, "backward: "),
@@ -361,7 +414,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"backward: no parameter requires a gradient\. Call Sequential\.requires_grad_\(\)",
     ),
     "another parameter": (
-        lambda: fdp.backward(mlp(), lambda m, x, y: mse(m, x, y) * nn.Parameter(torch.ones(())), devices="cpu")(X, Y),
+        lambda: fdp.backward(mlp(), lambda m, x, y: mse(m, x, y) * OUTSIDE, devices="cpu")(X, Y),
         ValueError,
         r"backward: the loss depends on tensors that require gradients and are no parameters.*ModuleDict",
     ),
@@ -393,7 +446,32 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "in_dims for too many": (
         lambda: fdp.backward(mlp(), mse, devices="cpu", in_dims=(0, 0, 0))(X, Y),
         ValueError,
-        "backward: in_dims has",
+        "backward: in_dims has 3 entries for 2 arguments after the module",
+    ),
+    "a loss that is a module": (
+        lambda: wrongly(mlp(), nn.MSELoss()),
+        TypeError,
+        r"backward: the loss gets the module: write lambda module, x, y: loss\(module\(x\), y\)",
+    ),
+    "the module among the arguments": (
+        lambda: fdp.backward(model := mlp(), mse, devices="cpu")(model, X, Y),
+        TypeError,
+        r"backward: .* takes the arguments after the module: step\(x, y\)",
+    ),
+    "a backward in the loss": (
+        lambda: fdp.backward(mlp(), lambda m, x, y: mse(m, x, y).backward() or mse(m, x, y), devices="cpu")(X, Y),
+        RuntimeError,
+        "backward: the loss has called backward",
+    ),
+    "a write to a frozen parameter": (
+        lambda: fdp.backward(frozen(), lambda m, x, y: mse(m, x, y) + m[2].bias.add_(1).sum(), devices="cpu")(X, Y),
+        RuntimeError,
+        r"backward: the function wrote in place to kwargs\[.the module's.\]\['frozen'\]\['2.bias'\]",
+    ),
+    "counts of rows in an integer": (
+        lambda: fdp.backward(Counting(), lambda m, x: m(x).mean(), devices=fdp.virtual_devices(2))(X[:7]),
+        ValueError,
+        r"backward: aux\['buffers'\]\['rows'\] is torch.int64, which has no 'mean', and differs",
     ),
     "uneven rows": (
         lambda: fdp.backward(mlp(), mse, devices=fdp.virtual_devices(2))(X, Y[:8]),
@@ -409,7 +487,6 @@ def test_what_cannot_be(call: Callable[[], Any], error: type[Exception], text: s
         call()
 
 
-@pytest.mark.filterwarnings("ignore:backward. the loss depends on tensors that require gradients:UserWarning")
 @each_count
 def test_a_gradient_penalty(count: int):
     def penalty(model: Any, x: Tensor) -> Tensor:

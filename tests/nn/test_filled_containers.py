@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -49,26 +48,9 @@ class Filling(nn.Module):
         return self.head(hidden)
 
 
-def hooked(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda *_: module.training and None)  # the module itself is called
-    return module
-
-
 def contents(module: Any) -> Any:
     names = ("maps", "seen", "last", "by_name", "by_rows", "found", "count", "nested")
     return {name: copy.copy(getattr(module, name)) for name in names}
-
-
-@pytest.mark.parametrize("prepare", [lambda module: module, hooked], ids=["clones", "in-place"])
-def test_they_have_what_one_device_puts_in_part_by_part(prepare: Callable[[Any], Any]):
-    module = Filling()
-    one, x = copy.deepcopy(module), numbers(8, 3)
-    shim = DataParallel(prepare(module), CPUS, executor="sequential")
-    for factor in (1, 2, 3):
-        shim(factor * x)
-        for part in (factor * x).chunk(3):
-            one(part)
-    assert_close_tree(contents(module), contents(one))
 
 
 @in_order
@@ -140,25 +122,21 @@ MODULES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_a_module_that_forward_has_kept_is_an_error_in_the_next_call(make: Any, call: Any):
-    """It is one of a clone, and would compute with the tensors of the call before."""
+def test_a_module_that_forward_has_kept_is_not_there_in_the_next_call(make: Any):
     module = Keeping(make)
-    call(module)
-    with pytest.raises(
-        RuntimeError, match=r"The module's 'cache\.kept.*' leads to a (Linear|Keeping) of a clone, which forward has"
-    ):
-        call(module)
-    with pytest.raises(RuntimeError, match="in an earlier call"):
-        functional(module)[0](functional(module)[1], X)
+    apply, _ = functional(module)
+    for factor in (1.0, 2.0):
+        given = {name: factor * p for name, p in module.named_parameters()}
+        assert_close_tree(functional_call(module, given, X), factor * module.linear(X))
+        assert_close_tree(apply((given, {}), X)[0], factor * module.linear(X))
+    assert module.cache == {}
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_number_that_forward_has_kept_is_there_in_the_next_call(call: Any):
+def test_a_number_that_replicas_have_kept_is_there_in_the_next_call():
     module = Keeping(lambda module, x: x.shape[1])
     for _ in range(2):
-        assert_close_tree(call(module), 3 * module.linear(X))
+        assert_close_tree(DataParallel(module, CPUS)(X), 3 * module.linear(X))
     assert module.cache == {"kept": 3}
 
 
@@ -217,22 +195,12 @@ def test_replicas_share_them_with_the_module():
     assert list(module.seen) == [3, 3, 2]
 
 
-def test_functional_call_fills_them_from_several_threads():
-    module = Filling()
-    threads = [threading.Thread(target=lambda: [functional_call(module, {}, X) for _ in range(20)]) for _ in range(4)]
-    with side_by_side():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(module.maps) == len(module.seen) == 80
-
-
-def test_apply_of_functional_leaves_them_as_they_are():
-    """A pure function has no side effects: what forward does not return is lost."""
+def test_a_function_leaves_them_as_they_are():
+    """What forward does not return is lost."""
     module = Filling()
     before = copy.deepcopy(contents(module))
     apply, state = functional(module)
     for _ in range(2):
         apply(state, X)
+        functional_call(module, {}, X)
     assert contents(module) == before

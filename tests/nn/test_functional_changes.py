@@ -188,61 +188,6 @@ def test_global_names(name, monkeypatch):
     assert any(ref() is module for _, ref in ran) is (name == "used")
 
 
-class ReadsLater(nn.Module):
-    """Something outside that is None at first, and the module itself later."""
-
-    shared: Any = None
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(3, 3)
-
-    def forward(self, x):
-        found = [value for value in (later, self.shared) if value is not None]
-        return found[0].part(x) if found else self.part(x)
-
-
-later: Any = None
-
-
-def in_a_cell() -> tuple[nn.Module, Callable[[Any], None]]:
-    cell: Any = None
-
-    class InCell(ReadsLater):
-        def forward(self, x):
-            return cell.part(x) if cell is not None else self.part(x)
-
-    def put(value: Any) -> None:
-        nonlocal cell
-        cell = value
-
-    return InCell(), put
-
-
-LATER: dict[str, Callable[[], tuple[nn.Module, Callable[[Any], None]]]] = {
-    "global": lambda: (ReadsLater(), lambda value: globals().update(later=value)),
-    "class attribute": lambda: (ReadsLater(), lambda value: setattr(ReadsLater, "shared", value)),
-    "cell": in_a_cell,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*in place|.*one at a time")
-@pytest.mark.parametrize("make", LATER.values(), ids=LATER)
-def test_a_name_outside_that_leads_to_the_module_later(make):
-    (module, put), (x,) = make(), X()
-    apply, _ = functional(module)
-    params, _ = other_tensors(module)
-    before = apply((params, {}), x)[0]
-    put(module)
-    try:
-        after = apply((params, {}), x)[0]
-    finally:
-        put(None)
-    close(after, before)
-    ran = called(lambda: apply((params, {}), x))
-    assert all(ref() is not module for _, ref in ran)  # a clone again
-
-
 def test_clones_are_not_finalized():
     finalized = []
 

@@ -242,12 +242,11 @@ def test_what_may_lead_to_the_module_is_called_in_place(name: str):
         assert_close_tree(got, want)
         grads = torch.autograd.grad(got.sum(), list(given.values()))
         assert_close_tree(grads, torch.autograd.grad(want.sum(), list(given.values()), retain_graph=True))
-    out = module(x)
-    with pytest.raises(RuntimeError, match="executor='threads': the function calls a module that can only be called"):
-        DataParallel(module, CPUS, executor="threads")(x)
-    got = DataParallel(module, CPUS)(x)
+    only = "executor='threads': the function calls a module that can only be called"
+    with many_cores(), pytest.raises(RuntimeError, match=only):
+        dp_apply(lambda given, x: apply((given, {}), x)[0], given, x, CPUS, executor="threads")
+    got, out, params = DataParallel(module, CPUS)(x), module(x), list(module.parameters())
     assert_close_tree(got, out)
-    params = list(module.parameters())
     assert_close_tree(torch.autograd.grad(got.sum(), params), torch.autograd.grad(out.sum(), params))
 
 

@@ -41,8 +41,8 @@ def test_a_norm_that_is_set_later():
     module.max_norm = None
     apply, state = functional(module)
     module.max_norm = 0.5
-    with pytest.raises(RuntimeError, match=r"apply: forward wrote in place to the parameters \['weight'\]"):
-        apply(state, IDS)
+    with pytest.raises(RuntimeError, match=r"dp_apply: the function wrote in place to params\[0\]\['weight'\]"):
+        fdp.dp_apply(apply, state, IDS, CPUS)
 
 
 def test_functional_call_writes_as_torch_s_does():
@@ -85,11 +85,11 @@ class Clamping(nn.Linear):
 
 
 @pytest.mark.parametrize("prepare", [lambda module: module, hooked], ids=["clones", "in place"])
-def test_apply_refuses_what_a_forward_of_the_users_writes(prepare: Callable[[nn.Module], nn.Module]):
+def test_calls_refuse_what_a_forward_of_the_users_writes(prepare: Callable[[nn.Module], nn.Module]):
     apply, state = functional(prepare(Clamping(3, 2)))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"apply: forward wrote in place to the parameters \['weight'\].*clamp"):
-            apply(state, torch.ones(3))
+        with pytest.raises(RuntimeError, match=r"dp_apply: the function wrote in place to params\[0\]\['weight'\]"):
+            fdp.dp_apply(apply, state, torch.ones(3, 3), CPUS)
 
 
 def test_the_first_replica_writes_to_the_module():

@@ -183,7 +183,15 @@ def waits(mesh: Any, device: torch.device) -> Any:
         with host_waits.counted() as counts:
             step(params, x, y)
         found[name] = dict(counts)
-    return found
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1), nn.Flatten(0)).double().to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(numbers(*p.shape))
+    backward = fdp.backward(model, lambda model, x, y: F.mse_loss(model(x), y), devices=mesh)
+    backward(x, y)
+    with host_waits.counted() as counts:
+        backward(x, y)
+    return found | {"backward": dict(counts)}
 
 
 def test_steps_wait_for_their_device_where_a_count_is_read_alone(found: dict[str, list[Any]]):
@@ -191,7 +199,7 @@ def test_steps_wait_for_their_device_where_a_count_is_read_alone(found: dict[str
         ((line, times),) = own.pop("count").items()
         assert line.startswith("copy to the host in _transforms/shards.py:")
         assert times == 1
-        assert own == {"plain": {}, "microbatches": {}, "seed": {}}
+        assert own == {"plain": {}, "microbatches": {}, "seed": {}, "backward": {}}
 
 
 PROGRAMS: dict[str, tuple[Callable[[Any, torch.device], Any], int]] = {

@@ -27,7 +27,7 @@ def misused(mesh: Any) -> list[str]:
         ("cannot be pickled; pickle its .shards", lambda: pickle.dumps(x)),
         ("cannot be pickled|pickle", lambda: pickle.dumps(mesh)),
     ]
-    found = [said(pattern, call) for pattern, call in calls]
+    found, on_other = [said(pattern, call) for pattern, call in calls], fdp.scatter(x_of(mesh), other)
     other.close()
     used: list[Callable[[], Any]] = [
         lambda: fdp.dp_apply(mean, torch.ones(3), x_of(mesh), other, out_dims="mean"),
@@ -35,6 +35,8 @@ def misused(mesh: Any) -> list[str]:
         lambda: fdp.replicate(torch.ones(3), other),
         lambda: fdp.value_and_grad(mean, devices=other)(torch.ones(3), x_of(mesh)),
         lambda: fdp.parallel_apply(torch.sum, torch.ones(3), devices=other),
+        lambda: fdp.gather(on_other),
+        lambda: fdp.parallel_apply(len, on_other),
     ]
     assert "closed" in repr(other)
     return found + [said("mesh is closed", call) for call in used]
@@ -51,14 +53,3 @@ def test_a_mesh_that_is_used_wrongly(two: Pool):
     for found in two(misused):
         assert not any(found), "\n".join(filter(None, found))
     assert two(works) == [1.0, 1.0]
-
-
-def of_a_closed_mesh(mesh: Any) -> str:
-    other = fdp.distributed.init(devices=fdp.virtual_devices(1), timeout=PATIENCE)
-    x = fdp.scatter(x_of(mesh), other)
-    other.close()
-    return said("mesh is closed", lambda: fdp.gather(x)) + said("mesh is closed", lambda: fdp.parallel_apply(len, x))
-
-
-def test_what_is_on_a_closed_mesh(two: Pool):
-    assert two(of_a_closed_mesh) == ["", ""]

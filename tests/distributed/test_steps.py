@@ -342,3 +342,51 @@ def test_both_may_fail_in_other_ways(two: Pool):
     for said, found in two(both_fail, 1):
         assert [name for name, _ in said] == ["gloo:all_reduce"]
         assert_close_tree(found, oracle(8))
+
+
+def cannot_begin(mesh: Any) -> str:
+    """Process 1 fails before its shards run: its parameters are not where all want the gradients."""
+    step = fdp.value_and_grad(loss, devices=mesh, output_device="cpu")
+    before = step(PARAMS, own(mesh))
+    device = "meta" if mesh.rank else "cpu"
+    with pytest.raises(RuntimeError, match="Cannot copy out of meta tensor") as caught:
+        step({name: p.to(device) for name, p in PARAMS.items()}, own(mesh))
+    assert_close_tree(step(PARAMS, own(mesh)), before)
+    return str(caught.value)
+
+
+def test_a_process_that_fails_before_its_shards_run_is_not_waited_for(two: Pool):
+    first, second = two(cannot_begin, 2)
+    assert "process 1 has raised NotImplementedError: Cannot copy out of meta tensor" in first
+    assert second.startswith("Cannot copy")
+
+
+# ---- and collectives
+
+
+def meets_in_process_1(mesh: Any, known: bool) -> Any:
+    """Process 0 is at the end of the call, and has begun to add, when process 1 comes to a collective."""
+
+    def uneven(p: Any, x: Tensor) -> Tensor:
+        value = loss(p, x)
+        return value + fdp.psum(value.detach()) if met[0] or mesh.rank else value
+
+    met = [known]
+    step = fdp.value_and_grad(uneven, devices=mesh)
+    if known:
+        step(PARAMS, own(mesh))
+        met[0] = False
+    elsewhere = "(psum|the slots of value_and_grad) in process 1"
+    with pytest.raises(RuntimeError, match=f"different places: .*end of value_and_grad in process 0, {elsewhere}"):
+        step(PARAMS, own(mesh))
+    met[0] = True
+    found = step(PARAMS, own(mesh))
+    return found, sorted(name for name, _ in messages(lambda: step(PARAMS, own(mesh))))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_collective_in_one_process_only_fails_in_both(two: Pool, slots: int, known: bool):
+    (first, said), (second, _) = two(meets_in_process_1, slots, known)
+    assert_close_tree(first, second)
+    assert said == ["gloo:all_gather"] * 2 + ["gloo:all_reduce"] * 2  # the slots, and that of psum; the sums

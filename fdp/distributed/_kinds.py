@@ -21,20 +21,22 @@ def kinds_of(flats: Sequence[Flat]) -> list[Any]:
     return [(digest_of(flat), [_kind(*pair) for pair in zip(flat.leaves, flat.specs, strict=True)]) for flat in flats]
 
 
-def said_of(flats: Sequence[Flat], same: Mapping[str, Any]) -> str:
-    """The same for people, with the options, a line each."""
-    return "\n".join([f"{name}={value!r}" for name, value in same.items()] + [x for flat in flats for x in _said(flat)])
+def said_of(flats: Sequence[Flat], same: Mapping[str, Any], *, values: bool = False) -> str:
+    """The same for people, with the options, a line each; with the `values` of what is no tensor if asked for."""
+    leaves = [line for flat in flats for line in _said(flat, values)]
+    return "\n".join([*(f"{name}={value!r}" for name, value in same.items()), *leaves])
 
 
-def _said(flat: Flat) -> Iterator[str]:
+def _said(flat: Flat, values: bool) -> Iterator[str]:
     for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True)):
         if isinstance(leaf, Slots):
-            yield from _said(flatten(leaf.shards[0], flat.path(i), 0 if isinstance(leaf, Sharded) else None))
+            yield from _said(flatten(leaf.shards[0], flat.path(i), 0 if isinstance(leaf, Sharded) else None), values)
         elif isinstance(leaf, Tensor):
             shape = list(leaf.shape) if spec is None else f" of {leaf.ndim} dimensions"
             yield f"{flat.path(i)} {str(leaf.dtype).removeprefix('torch.')}{shape}"
         else:
-            yield f"{flat.path(i)} {type(leaf).__name__}"
+            is_value = values and (leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes))
+            yield f"{flat.path(i)} {repr(leaf) if is_value else type(leaf).__name__}"
 
 
 def _kind(leaf: Any, spec: Any) -> Any:
@@ -48,17 +50,23 @@ def _kind(leaf: Any, spec: Any) -> Any:
 
 def check_values(epoch: Epoch, where: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise in all processes if parameters have other values in some: they would train different models."""
-    digests, tag = [_digest(leaf) for leaf in leaves], Tag(f"the parameters of {where}")
+    every = unlike(epoch, Tag(f"the parameters of {where}"), paths, leaves)
+    if wrong := [path for path in paths if any(path in own for own in every)]:
+        raise Elsewhere(
+            f"{where}: the processes begin with different values of {listed(wrong)}, and would train different models. "
+            "Give all those of process 0: params = fdp.unreplicate(fdp.replicate(params, mesh)), or build the model "
+            "after torch.manual_seed with the same number in all processes"
+        )
+
+
+def unlike(epoch: Epoch, tag: Tag, paths: Sequence[str], leaves: Sequence[Any]) -> list[list[str]]:
+    """For each process the paths of leaves that have other values than in process 0."""
+    digests = [_digest(leaf) for leaf in leaves]
     rows = meet(epoch, tag, [zlib.crc32(repr(digests).encode())])
     if all(row == rows[0] for row in rows):
-        return
+        return []
     every = objects(epoch, digests, tag)
-    wrong = [path for path, *column in zip(paths, *every, strict=True) if len(set(column)) > 1]
-    raise Elsewhere(
-        f"{where}: the processes begin with different values of {listed(wrong)}, and would train different models. "
-        f"Give all those of process 0: params = fdp.unreplicate(fdp.replicate(params, mesh)), or build the model after "
-        "torch.manual_seed with the same number in all processes"
-    )
+    return [[path for path, a, b in zip(paths, own, every[0], strict=True) if a != b] for own in every]
 
 
 def _digest(leaf: Any) -> int:

@@ -1,7 +1,5 @@
 """A tree that is to be the same in all processes: checked, then that of process 0."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,47 +8,30 @@ from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import GradientSum
 from fdp.distributed._epoch import Epoch
-from fdp.distributed._exchange import meet, objects, same_of, share
+from fdp.distributed._exchange import meet, same_of, share
+from fdp.distributed._kinds import said_of, unlike
 from fdp.distributed._places import Tag
 
 
 def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:
     """The tree of process 0. Raises in all processes where structures, shapes or dtypes differ."""
     tensors = list({id(leaf): leaf for leaf in flat.leaves if isinstance(leaf, Tensor)}.values())
-    said = [f"call {epoch.calls}", f"check_values={check_values}"]
-    said += [_said(flat, i) for i in range(len(flat.leaves))]
-    said += [str(flat.structure).removeprefix("PyTreeSpec")]
-    same = "\n".join(said)
+    options = {"call": epoch.calls, "check_values": check_values}
+    same = f"{said_of([flat], options, values=True)}\n{str(flat.structure).removeprefix('PyTreeSpec')}"
     meet(epoch, Tag("replicate", same_of(same), lambda: same))
     if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in flat.leaves):
         raise TypeError("replicate: sparse tensors cannot be put on a mesh; pass them dense")
-    shared = [_shared(x, epoch) for x in tensors]
     if check_values:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat.leaves)))}
-        columns = zip(tensors, shared, strict=True)
-        paths = [flat.path(first[id(own)]) for own, other in columns if not _equal(own, other)]
-        every = enumerate(objects(epoch, paths, Tag("replicate")))
+        paths = [flat.path(first[id(x)]) for x in tensors]
+        every = enumerate(unlike(epoch, Tag("replicate"), paths, tensors))
         if wrong := [f"process {rank}: {listed(paths)}" for rank, paths in every if paths]:
             raise ValueError(f"replicate: values differ from those of process 0: {'; '.join(wrong)}")
+    shared = [_shared(x, epoch) for x in tensors]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         shared = GradientSum.apply(epoch, f"replicate, call {epoch.calls}", shared, *tensors)
     found = {id(own): x for own, x in zip(tensors, shared, strict=True)}  # what is tied stays tied
     return unflatten(flat.structure, [found.get(id(leaf), leaf) for leaf in flat.leaves])
-
-
-def _said(flat: Flat, index: int) -> str:
-    """A leaf and what of it is the same in all processes."""
-    leaf: Any = flat.leaves[index]
-    kind = f"a {type(leaf).__name__}"
-    if isinstance(leaf, Tensor):
-        kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    elif leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
-        kind = f"{leaf!r}"
-    return f"{flat.path(index)} {kind}"
-
-
-def _equal(own: Tensor, first: Tensor) -> bool:
-    return torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (own, first)))
 
 
 def _shared(x: Tensor, epoch: Epoch) -> Tensor:

@@ -21,13 +21,11 @@ from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.bind import run
 from fdp._transforms.call import Begun, Call, CallKind, Known, Options, State
+from fdp._transforms.counts import ask_count, count_rows, each_is_one
 from fdp._transforms.row_seed import by_rows
 from fdp._transforms.shards import (
-    ask_count,
-    count_rows,
     differentiate_by_autograd,
     differentiate_by_func,
-    each_is_one,
     join_losses,
     sum_over_processes,
     warn_of_unused,

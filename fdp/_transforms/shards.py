@@ -1,13 +1,12 @@
-"""The steps of a gradient function: what each shard counts, losses and gradients, and what becomes of them.
+"""The steps of a gradient function: losses and gradients of the shards, and what becomes of them.
 
 All forwards, then one backward with the shares as seeds. A loss that has met nobody is differentiated at once, in its
 slot: so its graph is gone before the next.
 """
 
 import contextlib
-import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
@@ -18,133 +17,18 @@ from torch.autograd import profiler
 
 from fdp._execution.executor import run, run_all
 from fdp._placement.join import mean
-from fdp._placement.moves import layers, promoted, to_device, total
+from fdp._placement.moves import promoted, to_device, total
 from fdp._placement.peers import Joined
 from fdp._placement.plan import Plan
 from fdp._placement.slot import AXES, Slot
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.call import State
-from fdp._transforms.losses import Shard, aliases, backward, loss_of, recording, transformed
+from fdp._transforms.losses import Shard, aliases, backward, loss_of, transformed
 from fdp._transforms.sums import Gradients
 from fdp._trees import torch_private
 from fdp._trees.profiling import stage
 from fdp._trees.tracebacks import warn
 from fdp._trees.types import Tree
-
-# ---- what each shard counts in the mean that a loss is
-
-
-class Counts:
-    """What each shard of this process counts in the loss, and all of them; others are waited for when it is needed."""
-
-    _whole: float | None = None
-
-    def __init__(self, own: Sequence[float], ask: Callable[[], float]) -> None:
-        self.own, self._ask = own, ask
-        if sum(own) == 0:
-            self._whole = ask()
-
-    def share(self, index: int) -> float:
-        """The part of a shard in the whole."""
-        if self._whole is None:
-            self._whole = self._ask()
-        return self.own[index] / self._whole
-
-
-def each_is_one(plan: Plan, state: State) -> None:
-    """The losses are added up."""
-    state.counts = Counts([1] * len(state.columns), lambda: 1)
-
-
-def count_rows(plan: Plan, state: State) -> None:
-    """Each shard counts as many as it has rows."""
-    sizes, peers, where = state.pieces.sizes, state.peers, state.where  # no cycle: the state refers to what is below
-    if sizes is None and len(state.columns) > 1:
-        raise ValueError(f"{where}: the rows of the shards are not known; pass count, or reduction='sum'")
-
-    def rows() -> float:
-        whole = 1 if sizes is None else peers.whole(sum(sizes), counts=False)
-        if whole == 0:
-            raise ValueError(f"{where}: there are no rows, and the mean over zero rows is not defined")
-        return whole
-
-    state.counts = Counts([1] if sizes is None else sizes, rows)
-
-
-def ask_count(plan: Plan, state: State) -> None:
-    """Each shard counts what `count` says of it."""
-    where = state.where
-    tasks = [partial(_count_of, plan, state, i) for i in range(len(state.columns))]
-    if torch_private.fake_mode() is not None:  # nobody can know
-        tasks = [lambda: 1.0 for _ in tasks]
-    own = _read(run_all(tasks, state.places, peers=state.peers))
-    if not all(math.isfinite(weight) and weight >= 0 for weight in own):
-        raise ValueError(f"{where}: count must return a finite number that is not negative, got {own}")
-    peers = state.peers
-
-    def whole() -> float:
-        found = peers.whole(sum(own), counts=True)
-        if found == 0:
-            raise ValueError(f"{where}: count is zero on all shards, and the mean over nothing is not defined")
-        return found
-
-    state.counts = Counts(own, whole)
-
-
-def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
-    """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
-    shard, around = Shard(i, state.columns[i], plan.gradients), state.around
-    found: list[float | Tensor] = []
-
-    def call(*leaves: Tensor) -> tuple[Tensor, ...]:
-        value = state.run_shard(shard.leaves(leaves), state.kind.count)
-        found.append(_as_constant(value, state.where, is_compiling=around.is_compiling))
-        return leaves
-
-    # Differentiated, to see whether it depends on the leaves.
-    if around.is_compiling or not shard.tensors:
-        call(*shard.tensors)
-    elif around.needs_func:
-        with recording(around):
-            torch.func.vjp(call, *shard.tensors)
-    else:
-        with torch.enable_grad():
-            call(*(leaf.detach().requires_grad_() for leaf in shard.tensors))
-    return found[0]
-
-
-def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float | Tensor:
-    """A number, or the tensor that holds it: it is read later, with those of the other shards."""
-    if isinstance(value, Tensor):
-        if is_compiling:
-            raise RuntimeError(f"{where}: inside torch.compile count must return a number, not a tensor")
-        # Whether something differentiates through it. Forward mode cannot be asked, and counts as yes.
-        is_forward = torch_private.forward_level() >= 0
-        if value.is_floating_point() and (is_forward or any(layer.requires_grad for layer in layers(value))):
-            raise ValueError(
-                f"{where}: what count returned depends on something that is differentiated, but shards are weighted by "
-                "constants. If it may be taken for one, return a number: count.item()"
-            )
-        own = layers(value)
-        if value.numel() == 1 and not (value.is_complex() or any(map(torch_private.is_batched, own))):
-            return torch_private.outside_transforms(own[-1].clone)  # the next shard may write to it
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{where}: count must return a number or a tensor with one, got {value!r}") from error
-
-
-def _read(values: Sequence[float | Tensor]) -> list[float]:
-    """What shards count. The host waits for their devices once."""
-    tensors = [x.detach().reshape(()) for x in values if isinstance(x, Tensor)]
-    if not tensors:
-        return list(map(float, values))
-    moved = [to_device(x, tensors[0].device, "count") for x in tensors]
-    found = iter(torch.stack(promoted(moved)).tolist())
-    return [float(next(found)) if isinstance(x, Tensor) else x for x in values]
-
-
-# ---- losses and gradients
 
 
 def differentiate_by_autograd(plan: Plan, state: State) -> None:

@@ -99,7 +99,7 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "host-batch": (value_and_grad(x=X.cpu()), {"copy from the host in _placement/moves.py": 4}),
     "count": (
         value_and_grad(count=lambda p, b, x, y: (y > 0).sum()),
-        {"copy to the host in _transforms/shards.py": 1},  # of all shards at once
+        {"copy to the host in _transforms/counts.py": 1},  # of all shards at once
     ),
     # Integers under "mean" must be the same in all shards.
     "batch-norm": (value_and_grad(nn.BatchNorm1d), {EQUAL: 1}),

@@ -19,7 +19,7 @@ from fdp._rows.drawing import Draw, Draws, DrawsDiffer
 from fdp._rows.noting import Notes, joined, two_numbers
 from fdp._transforms.call import Known, State
 from fdp._transforms.dry_run import Fakes, problem_of, without_data
-from fdp._transforms.losses import Shard, aliases, loss_of
+from fdp._transforms.losses import Shard, aliases, loss_of, recording
 from fdp._trees import torch_private
 from fdp._trees.tree import map_tensors, tensors_in
 from fdp._trees.types import Function, Tree
@@ -112,16 +112,25 @@ def _notes(plan: Plan, state: State, rows: int) -> Notes:
 
 
 def _run(plan: Plan, state: State, leaves: list[Any]) -> None:
-    """Run the function, and if it is differentiated by autograd, the backward too, which may draw."""
-    if plan.gradients is None or plan.gradients.needs_func:
+    """Run the function, and if it is differentiated, the backward too, which may draw."""
+    if plan.gradients is None:
         state.run_shard(leaves)
         return
     shard = Shard(0, leaves, plan.gradients)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return loss_of(state, shard.leaves(tensors))[0]
+
+    if plan.gradients.needs_func:  # which draws by other operations
+        with recording(state.around):
+            value, pull, *_ = torch.func.vjp(loss, *shard.tensors)
+            pull(torch.ones_like(value))
+        return
     with torch.enable_grad():
         tensors = aliases(shard.tensors, False)
-        loss, _ = loss_of(state, shard.leaves(tensors))
-        if loss.requires_grad and tensors:
-            torch.autograd.grad(loss, tensors, allow_unused=True)
+        value = loss(*tensors)
+        if value.requires_grad and tensors:
+            torch.autograd.grad(value, tensors, allow_unused=True)
 
 
 def _made(where: str, notes: Notes, fakes: Fakes, device: torch.device, tensor: Tensor, dim: int | None) -> Tensor:

@@ -158,8 +158,12 @@ class NoisyGradient(torch.autograd.Function):
     """Draws in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -167,7 +171,24 @@ class NoisyGradient(torch.autograd.Function):
 
 
 def test_draws_in_a_backward():
-    equal_on(lambda d: fdp.grad(lambda w, x: NoisyGradient.apply(drop(w, x)).square().mean(), devices=d, **ROWS)(W, X))
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        return NoisyGradient.apply(drop(w, x)).square().mean()
+
+    equal_on(lambda d: fdp.grad(noisy, devices=d, **ROWS)(W, X))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"rand_like.* is not always drawn"):
+        fdp.grad(noisy, devices=fdp.virtual_devices(2), **ROWS)(W, X)  # by torch.func: its backward is in no slot
+
+
+def test_gradients_by_torch_func():
+    """There dropout draws by other operations."""
+
+    def run(devices: Any) -> list[Tensor]:
+        step = fdp.grad(loss, devices=devices, **ROWS)
+        with torch.inference_mode():
+            first = step(W, X)
+        return [first, torch.func.jvp(lambda w: step(w, X), (W,), (W,))[1]]
+
+    equal_on(run)
 
 
 def test_slots_that_meet():

@@ -88,7 +88,7 @@ def soak(interrupts: int, limit: float, seed: int = 0) -> Tally:
             is_armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             tally.calls += 1
-            note(way, *(f"left: {what}" for what in differences(expected, state())))
+            note(way, *(f"left: {what}" for what in differences(expected, state())), *["left: threads"] * bool(lost()))
         for way, _ in timed:
             note(way, *["wrong numbers at the end"] * (not is_close(way.call(), way.right)))
     finally:
@@ -146,13 +146,30 @@ def state() -> dict[str, Any]:
 
 
 def at_work() -> int:
-    """How many threads of fdp are not idle, also after a moment."""
+    """How many threads of fdp do something, also after a moment."""
+    return _after_a_moment(lambda: sum(frame.f_code is not _IDLE for frame in _frames()))
+
+
+def lost() -> int:
+    """How many wait for work that no call could find, also after a moment."""
+    return _after_a_moment(lambda: len(_frames()) - sum(map(len, slot_threads.IDLE.values())))
+
+
+_IDLE = slot_threads._serve.__code__
+
+
+def _frames() -> list[Any]:
+    """Where each thread of fdp is."""
+    frames = sys._current_frames()
+    mine = [thread.ident for thread in threading.enumerate() if thread.name == "fdp-slot"]
+    return [frames[ident] for ident in mine if ident in frames]
+
+
+def _after_a_moment(count: Callable[[], int]) -> int:
     end = time.perf_counter() + MOMENT
-    while True:
-        count = sum(thread.name == "fdp-slot" for thread in threading.enumerate()) - len(slot_threads._IDLE)
-        if count == 0 or time.perf_counter() > end:
-            return count
+    while (found := count()) and time.perf_counter() < end:
         time.sleep(1e-4)
+    return found
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from fdp._trees.types import Tree
 class _Returned(NamedTuple):
     where: str
     result: Tree
-    states: list[torch.Tensor]
+    states: list[torch.Generator]
 
 
 @final

@@ -98,7 +98,7 @@ class Strand:
         self.tree = tree or Tree(self)
         self.run = run
         self._runs = _runs_here()  # an interrupt of one of these ends what runs in it
-        self.begin: Callable[[], None] | None = None
+        self.begin: Callable[[Strand], None] | None = None
         self.is_over: Callable[[], bool] | None = None  # what it waits for; None if it does not wait
         self.late: BaseException | None = None
         self.has_ended, self._hears = False, True
@@ -161,7 +161,7 @@ class Strand:
         """Tell it that it has the baton."""
         begin = self.begin
         if begin is not None:
-            begin()  # twice, perhaps: its thread sees to that
+            begin(self)  # twice, perhaps: its thread sees to that
             self.begin = None
         with contextlib.suppress(RuntimeError):  # it was woken before: it looks who has the baton
             self._gate.release()

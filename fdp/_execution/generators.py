@@ -1,6 +1,5 @@
 """Random generators that a slot has to itself while it has its turn; torch has one of the CPU for all threads."""
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,42 +9,26 @@ import torch
 from fdp._trees import torch_private
 from fdp._trees.at_once import at_once
 
-_READING: list[object] = []
-_WAS_ON: list[None] = []
 
+def states_of(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+    """Their states, as generators that nobody draws from.
 
-def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """Their states, also inside of transforms, where tensors have no memory to read.
-
-    Without the garbage collector, in all threads: torch holds a lock of the generator while it makes the tensor of its
-    state. The collector may run another thread then, and that one may wait for the lock: both would wait for ever.
+    Not as tensors: torch holds a lock of a generator while it makes the tensor of its state. The garbage collector may
+    run another thread then, and that one may wait for the lock: both would wait for ever.
     """
-    me = object()
-    try:
-        _READING.append(me)
-        if gc.isenabled():
-            at_once(partial(_WAS_ON.append, None), gc.disable)()
-        return torch_private.outside_transforms(lambda: [generator.get_state() for generator in generators])
-    finally:
-        try:
-            _have_read(me)
-        except BaseException:  # an interrupt came in it
-            _have_read(me)
-            raise
+    return [generator.clone_state() for generator in generators]
 
 
-def _have_read(who: object) -> None:
-    if who in _READING:
-        _READING.remove(who)
-    if not _READING and _WAS_ON:
-        at_once(_WAS_ON.clear, gc.enable)()
-
-
-def put_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor], *then: Callable[[], Any]) -> None:
+def put_states(
+    generators: Sequence[torch.Generator], states: Sequence[torch.Generator], *then: Callable[[], Any]
+) -> None:
     """Inverse of `states_of`, and `then` what follows: an interrupt comes before all of it or after."""
-    pairs = zip(generators, states, strict=True)
-    put = at_once(*[partial(generator.set_state, state) for generator, state in pairs], *then)
-    torch_private.outside_transforms(put)
+
+    def put() -> None:
+        pairs = zip(generators, [state.get_state() for state in states], strict=True)
+        at_once(*[partial(generator.set_state, state) for generator, state in pairs], *then)()
+
+    torch_private.outside_transforms(put)  # inside, tensors have no memory to read
 
 
 def device_generators(kind: str) -> Sequence[torch.Generator]:
@@ -88,23 +71,17 @@ class OwnGenerators:
     """The generators of a slot, in place of the process's while it has its turn: a `TurnState`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._generators = seed, generators_of(device)
-        self._own: list[torch.Tensor] | None = None
-        self._outside: list[torch.Tensor] = []
-        self._is_here = False
+        self._generators = generators_of(device)
+        self._own = [torch.Generator(generator.device).manual_seed(seed) for generator in self._generators]
+        self._outside: Sequence[torch.Generator] = ()  # what was there before, while its own are
 
     def resume(self) -> None:
         """Keep the states that are there, and put its own in place."""
         self._outside = states_of(self._generators)
-        self._is_here = True
-        if self._own is None:
-            for generator in self._generators:
-                generator.manual_seed(self._seed)
-        else:
-            put_states(self._generators, self._own)
+        put_states(self._generators, self._own)
 
     def pause(self) -> None:
         """Put those back that were there."""
-        if self._is_here:
+        if self._outside:
             self._own = states_of(self._generators)
-            put_states(self._generators, self._outside, partial(setattr, self, "_is_here", False))
+            put_states(self._generators, self._outside, partial(setattr, self, "_outside", ()))

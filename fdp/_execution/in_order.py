@@ -17,7 +17,7 @@ from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
 from fdp._execution.forks import is_forked
 from fdp._execution.guards import install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, take_thread
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot
@@ -123,23 +123,18 @@ class InOrder(Run):
         """Give those slots threads that have not begun."""
         if self.has_met or self.count == 1:
             return
-        number = HERE.strand.tree.number if HERE.strand is not None else common_number(self.count - 1)
-        strand, left = strand_here(number), range(self._begun, self.count)
-        tree, threads = strand.tree, list[SlotThread]()
-        try:
-            take_threads(threads, left, number)
-            others = [self._strand(tree, index, thread) for index, thread in zip(left, threads, strict=True)]
-            at = tree.strands.index(strand) + 1
-            tree.strands = [*tree.strands[:at], *others, *tree.strands[at:]]
-            self.has_met = True
-        finally:
-            if not self._has_threads():  # it was interrupted before
-                let_go(threads)
+        left = range(self._begun, self.count)
+        strand = strand_here(HERE.strand.tree.number if HERE.strand is not None else common_number(left))
+        tree = strand.tree
+        others = [self._strand(tree, index) for index in left]
+        at = tree.strands.index(strand) + 1
+        tree.strands = [*tree.strands[:at], *others, *tree.strands[at:]]
+        self.has_met = True
 
-    def _strand(self, tree: Tree, index: int, thread: SlotThread) -> Strand:
-        strand = Strand(tree, self)
-        job = partial(self._serve, index, strand, thread, tree.number, _thread.allocate_lock())
-        strand.begin = partial(thread.jobs.put, job)
+    def _strand(self, tree: Tree, index: int) -> Strand:
+        strand, thread, begun = Strand(tree, self), take_thread(index, tree.number), _thread.allocate_lock()
+        # The strand does not hold itself: if it never begins, its thread goes with it.
+        strand.begin = lambda own: thread.jobs.put(partial(self._serve, index, own, thread, tree.number, begun))
         return strand
 
     def _serve(self, index: int, strand: Strand, thread: SlotThread, number: int, begun: Any) -> None:

@@ -29,7 +29,7 @@ from fdp._execution.baton import HEARS, Stop
 from fdp._execution.forks import is_forked
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, let_go, take_threads
+from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, take_thread
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
@@ -64,7 +64,7 @@ class SideBySide(Run):
             self._turns, most = _turns(cores()), min(cores(), len(slots))
             self._state = self._state.with_threads(cores() // most)
         self._context = contextvars.copy_context()
-        self._number = common_number(self.count)
+        self._number = common_number(range(self.count))
         self._highest = [self._number]
         self._lock = threading.Lock()
         self._over: list[int] = []
@@ -88,15 +88,13 @@ class SideBySide(Run):
 
     def _run_all(self) -> None:
         error: BaseException | None = None
-        threads: list[SlotThread] = []
         begun: list[bool] = []
         try:
-            take_threads(threads, range(self.count), self._number)
+            threads = [take_thread(i, self._number) for i in range(self.count)]
             begin = [partial(thread.jobs.put, partial(self._serve, i, thread)) for i, thread in enumerate(threads)]
             at_once(*begin, partial(begun.append, True))()  # all or none
         except BaseException as other:
             if not begun:
-                let_go(threads)
                 raise
             error = other
         while len(self._over) < self.count:

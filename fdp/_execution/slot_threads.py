@@ -9,14 +9,13 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
 
 from fdp._trees import torch_private
-from fdp._trees.at_once import at_once
 
 FLOOR = 8192
 _ABOVE = 8192  # by how much a caller is above its slots
@@ -29,26 +28,22 @@ Body = Callable[[], None]
 class SlotThread:
     """A thread that waits for the next thing to do. `number` is that of the next node that it records.
 
-    `slot` is the one that it had last: kernels that a library has tuned for a device are often kept for each thread.
-
     It ends when nobody refers to this object any more: an interrupt may have come just when a call took it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int) -> None:
         self.jobs: SimpleQueue[Body | None] = SimpleQueue()
-        self.number = self.slot = 0
+        self.slot, self.number = slot, 0
         try:
             thread = threading.Thread(target=_serve, args=(self.jobs,), name="fdp-slot", daemon=True)
             # From a Python without its lock it would get a copy of this context, and keep alive all that is in it.
             contextvars.Context().run(thread.start)
         except BaseException:  # an interrupt, whose traceback would keep this object and so the thread
-            self.end()
+            self.__del__()
             raise
 
-    def end(self) -> None:
+    def __del__(self) -> None:
         self.jobs.put(None)
-
-    __del__ = end
 
 
 def _serve(jobs: "SimpleQueue[Body | None]") -> None:
@@ -57,7 +52,8 @@ def _serve(jobs: "SimpleQueue[Body | None]") -> None:
         del job  # an idle thread keeps nothing alive
 
 
-_IDLE: list[SlotThread] = []
+IDLE: dict[int, list[SlotThread]] = defaultdict(list)
+"""Of each slot: in calls that follow each other it has the same thread, for which libraries have tuned kernels."""
 
 
 def above_slots(number: int = FLOOR) -> None:
@@ -66,44 +62,30 @@ def above_slots(number: int = FLOOR) -> None:
         advance(number + _ABOVE)
 
 
-def common_number(count: int) -> int:
-    """What so many threads can begin with, below this one: new ones with the lowest."""
+def common_number(slots: range) -> int:
+    """What the threads of slots can begin with, below this one: new ones with the lowest."""
     most = torch_private.get_sequence_nr() - _ABOVE
-    numbers = sorted(thread.number for thread in list(_IDLE) if thread.number <= most)
-    return max(FLOOR, numbers[-1]) if len(numbers) >= count else FLOOR
+    numbers = [max([t.number for t in list(IDLE[slot]) if t.number <= most], default=0) for slot in slots]
+    return max(numbers) if all(numbers) else FLOOR
 
 
-def take_threads(found: list[SlotThread], slots: range, number: int) -> None:
-    """Put a thread for each slot into a list, none of which has come further than that number."""
-    count = len(slots)
-    _take_idle(found, count, lambda thread: thread.number <= number)
-    too_far: list[SlotThread] = []
-    _take_idle(too_far, count - len(found), lambda thread: True)
-    for thread in too_far:  # numbers do not go back: others take their places
-        thread.end()
-    while len(found) < count:
-        found.append(SlotThread())  # or there can be no more threads: RuntimeError
-    found.sort(key=lambda thread: thread.slot)  # in calls that follow each other a slot has the same thread
-    for slot, thread in zip(slots, found, strict=True):
-        thread.slot = slot
-
-
-def _take_idle(found: list[SlotThread], count: int, fits: Callable[[SlotThread], bool]) -> None:
-    for thread in sorted(_IDLE, key=lambda thread: -thread.number):  # those behind are for callers that are behind
-        if len(found) < count and fits(thread):
+def take_thread(slot: int, number: int) -> SlotThread:
+    """One that has not come further than that number."""
+    idle = IDLE[slot]
+    for thread in sorted(idle, key=lambda thread: -thread.number):  # those behind are for callers that are behind
+        if thread.number <= number:
             with contextlib.suppress(ValueError):  # another call was faster
-                at_once(partial(_IDLE.remove, thread), partial(found.append, thread))()
-
-
-def let_go(threads: Iterable[SlotThread]) -> None:
-    """They have not begun anything."""
-    _IDLE.extend(threads)
+                idle.remove(thread)
+                return thread
+    with contextlib.suppress(IndexError):
+        idle.pop()  # ends one that has come too far: numbers do not go back
+    return SlotThread(slot)  # or there can be no more threads: RuntimeError
 
 
 def leave(thread: SlotThread) -> None:
     """This thread has nothing more to do. Called by itself."""
     thread.number = torch_private.get_sequence_nr()
-    _IDLE.append(thread)
+    IDLE[thread.slot].append(thread)
 
 
 def advance(number: int) -> None:
@@ -124,7 +106,7 @@ def _record_until(number: int) -> None:
 
 def _forget() -> None:
     """A forked child has none of its parent's threads."""
-    _IDLE.clear()
+    IDLE.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -249,13 +249,15 @@ def test_only_ints_are_folded_in(data: Any):
         fdp.fold_in(0, data)
 
 
-def test_states_are_taken_one_at_a_time():
-    """Two threads inside of torch's `get_state` can wait for each other for ever, if garbage is collected there."""
+def test_the_state_of_the_process_is_taken_one_at_a_time():
+    """And not by `get_state`: two threads inside of it can wait for each other for ever, if garbage is collected."""
     inside, crowds, started = set[int](), list[int](), threading.Barrier(4)
+    names = set[str]()
 
     def look(_: Any, event: str, builtin: Any) -> None:
-        if event.startswith("c_") and getattr(builtin, "__name__", "") in ("get_state", "set_state", "manual_seed"):
+        if event.startswith("c_") and getattr(builtin, "__self__", None) is torch.default_generator:
             if event == "c_call":
+                names.add(builtin.__name__)
                 inside.add(threading.get_ident())
                 crowds.append(len(inside))
                 time.sleep(0.001)  # others come in, where they can
@@ -272,6 +274,7 @@ def test_states_are_taken_one_at_a_time():
     [thread.join(60) for thread in threads]
     assert len(crowds) >= 8
     assert set(crowds) == {1}
+    assert names == {"clone_state"}  # beside `set_state`, which is called from C
 
 
 # ---- without a seed

@@ -346,11 +346,3 @@ def by_fdp(module: nn.Module, *inputs: Any, order: Any = (0, 1), dim: int = 0, *
 
 ROWS = numbers(8, 3)
 there = ROWS.to(DEVICES[0])
-
-
-def moved(call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """The parameters that a call copies, and what it returns."""
-    with fdp.transfers() as log:
-        out = call()
-    assert log
-    return [transfer.path for transfer in log if transfer.path.startswith("module.")], out

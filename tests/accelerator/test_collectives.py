@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fdp
-from tests.common.comparing import assert_close_tree, assert_same_tree
+from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
-from tests.common.virtual import record_copies
 
 DEVICES = [torch.device("virtual", i) for i in range(4)]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -54,66 +53,6 @@ def test_results_are_on_the_device_of_their_slot(executor: Any, order: tuple[int
             torch.cat(parts)[None],
         ]
         assert_close_tree(on_cpu(got), want)
-
-
-@each_executor
-def test_gradients_inside_and_outside(executor: Any):
-    w, x = numbers(3), numbers(7, 3)
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        z = (x * w).sum(0)
-        return (fdp.psum(z).sin() * z).sum()
-
-    def whole(w: Tensor, x: Tensor, sizes: Any = (2, 2, 2, 1)) -> Tensor:
-        zs = [(part * w).sum(0) for part in x.split(sizes)]
-        return (torch.stack(zs).sum(0).sin() * torch.stack(zs)).sum()
-
-    call = fdp.shard_map(loss, devices=DEVICES, in_dims=(None, 0), out_dims="sum", executor=executor)
-    a, b = w.to(DEVICES[0]).requires_grad_(), x.to(DEVICES[0]).requires_grad_()
-    got = torch.autograd.grad(call(a, b), (a, b))
-    assert {grad.device for grad in got} == {DEVICES[0]}
-    want = torch.func.grad(whole, argnums=(0, 1))(w, x)
-    assert_close_tree(on_cpu(list(got)), list(want))
-    value, grads = fdp.value_and_grad(loss, devices=DEVICES, reduction="sum", executor=executor)(a.detach(), b.detach())
-    assert_close_tree(on_cpu([value, grads]), [whole(w, x), want[0]])
-
-
-def network() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-
-@each_executor
-@pytest.mark.parametrize("steps", [15, pytest.param(100, marks=pytest.mark.deep)])
-def test_replicas_stay_equal_and_only_gradients_and_the_batch_move(steps: int, executor: Any):
-    apply, (params, _) = fdp.functional(network())
-    x, y = numbers(7, 3), numbers(7, 2)
-
-    def step(params: Any, batch: Any) -> Any:
-        x, y = batch
-
-        def loss(params: Any) -> Tensor:
-            return (apply((params, {}), x)[0] - y).square().sum(1).mean()
-
-        grads = fdp.pmean(torch.func.grad(loss)(params), weight="rows")
-        return {name: param - 0.1 * grads[name] for name, param in params.items()}, loss(params)
-
-    state, moved = fdp.replicate(params, DEVICES), []
-    for _ in range(steps):
-        batch = fdp.scatter((x, y), DEVICES)
-        with record_copies() as log:
-            state, _ = fdp.parallel_apply(step, state, batch, executor=executor)
-        moved = [copied.nbytes for copied in log]
-    nbytes = sum(param.nbytes for param in params.values())
-    assert sum(moved) <= 2 * 3 * nbytes + 200  # sums to slot 0 and back; some numbers
-    one = {name: param.clone() for name, param in params.items()}
-    for _ in range(steps):
-        loss = lambda one: (apply((one, {}), x)[0] - y).square().sum(1).mean()  # noqa: E731
-        grads = torch.func.grad(loss)(one)
-        one = {name: param - 0.1 * grads[name] for name, param in one.items()}
-    for shard in state.shards[1:]:
-        assert_same_tree(on_cpu(shard), on_cpu(state[0]))
-    assert_close_tree(on_cpu(state[0]), one)
 
 
 def test_transfers_name_what_is_exchanged():
@@ -181,14 +120,3 @@ def test_gradients_inside_through_collectives_of_each_axis(axes: tuple[str, ...]
         value = value.mean(0 if axis == "data" else 1, keepdim=True).expand(2, 2) ** 2
     (want,) = torch.autograd.grad(value.mean(1).sum(), own)
     torch.testing.assert_close(torch.stack(on_cpu(found)), want[:, 0])
-
-
-def test_what_nobody_differentiates_is_left_out():
-    """0 times the slope of a root at 0 is NaN."""
-    w, x = numbers(3).to(DEVICES[0]).requires_grad_(), numbers(8, 3).to(DEVICES[0])
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return fdp.psum(((w * x).sum(0), (w - w.detach()).sqrt()))[0]
-
-    (grad,) = torch.autograd.grad(fdp.dp_apply(fn, w, x, DEVICES, out_dims=None).sum(), w)
-    assert_close_tree(grad.cpu(), x.cpu().sum(0))

@@ -13,7 +13,6 @@ from tests.accelerator.beside_torch import (
     CASES,
     CPU,
     DEVICES,
-    ORDERS,
     ROWS,
     Where,
     assert_same,
@@ -67,20 +66,6 @@ def test_a_module_on_the_wrong_device(form: Any, order: Any, first: torch.device
             out = call(ROWS)
         assert out.device == want
         assert_same(out.cpu(), right)
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("source", [CPU, *DEVICES], ids=str)
-def test_gradients_land_where_the_inputs_are(order: Any, source: torch.device):
-    x, y = ROWS.clone().to(source).requires_grad_(), ROWS.clone().requires_grad_()
-    module = doing(lambda self, x, y: x * y * self.weight).to(first_of(order))
-    out = fdp.DataParallel(module, order)(x, y=y)
-    out.sum().backward()
-    assert out.device == first_of(order)
-    assert x.grad is not None
-    assert y.grad is not None
-    assert (x.grad.device, y.grad.device, module.weight.grad.device) == (source, CPU, first_of(order))
-    assert_same([x.grad.cpu(), y.grad], [ROWS * numbers(3)] * 2)
 
 
 TARGETS: dict[str, Any] = {"int": 3, "name": "virtual:2", "device": DEVICES[1], "cpu": "cpu", "cpu-device": CPU}

@@ -1,7 +1,9 @@
 """Where DataParallel differs from torch.nn.DataParallel: each difference, with what both do."""
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +32,122 @@ from tests.common.numbers import numbers
 pytestmark = pytest.mark.usefixtures("four_cores")
 
 
+Found = tuple[type[Exception], str] | Any
+"""What a call returns, or the error that it raises."""
+
+
+class Differs(NamedTuple):
+    """A forward of a module, its arguments, and what becomes of them."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    torchs: Found
+    ours: Found
+    options: Any = None
+
+
+def rows_of(x: Tensor) -> Tensor:
+    return x.to(DEVICES[0])
+
+
+APART = RuntimeError, "expected all tensors to be on the same device"
+DIFFERENCES: dict[str, Differs] = {
+    # Torch drops the surplus chunks silently, or fails when it pairs them.
+    "rows": Differs(
+        lambda self, x, y: x,
+        (ROWS, ROWS[:1]),
+        rows_of(ROWS[:4]),
+        (ValueError, r"rows differ: inputs\[0\] has 8 along dim 0, inputs\[1\] has 1 along dim 0"),
+    ),
+    "rows-of-keyword": Differs(
+        lambda self, x, y: x,
+        (ROWS,),
+        (AssertionError, "number of modules 2 is not equal to the number of kwargs_tup 1"),
+        (ValueError, r"rows differ: inputs\[0\] has 8 along dim 0, kwargs\['y'\] has 1"),
+        {"y": ROWS[:1]},
+    ),
+    # Torch calls the devices that have no rows without positional arguments.
+    "few-rows-and-an-option": Differs(
+        lambda self, x, flag: x * flag,
+        (ROWS[:1],),
+        (TypeError, "missing 1 required positional argument: 'x'"),
+        there[:1] * 2.0,
+        {"flag": 2.0},
+    ),
+    # Torch cannot cut it.
+    "number-in-a-tensor": Differs(
+        lambda self, x, y: x * y,
+        (ROWS, torch.tensor(2.0)),
+        (RuntimeError, "chunk expects at least a 1-dimensional tensor"),
+        there * 2,
+    ),
+    # Torch joins the real parts beside the imaginary ones.
+    "complex-along-a-negative-dim": Differs(
+        lambda self, x: torch.complex(x, x + 1),
+        (ROWS[:, :2],),
+        (RuntimeError, "Tensor must have a last dimension of size 2"),
+        torch.complex(there[:, :2], there[:, :2] + 1),
+        {"dim": -1},
+    ),
+    # Torch does not look inside: inputs stay on their device, outputs fail.
+    "dataclass": Differs(lambda self, batch: batch.x * self.weight, (Batch(ROWS),), APART, there * rows_of(numbers(3))),
+    "dataclass-out": Differs(
+        lambda self, x: Batch(x, [x]), (ROWS,), (TypeError, "'Batch' object is not iterable"), Batch(there, [there])
+    ),
+    # Torch fails for numbers.
+    "number-out": Differs(lambda self, x: (3, x), (ROWS,), (TypeError, "'int' object is not iterable"), (3, there)),
+    "numbers-that-differ-out": Differs(
+        lambda self, x: (len(x), x),
+        (ROWS[:7],),
+        (TypeError, "'int' object is not iterable"),
+        (ValueError, r"output\[0\] differs between shards: .*4 in shard 0, 3 in shard 1"),
+    ),
+    # Torch's replicas have none, without gradients those elsewhere.
+    "parameters": Differs(
+        lambda self, x: x.new_full((1,), len(list(self.parameters()))),
+        (ROWS,),
+        rows_of(numbers(2) * 0),
+        rows_of(numbers(2) * 0 + 1),
+    ),
+    # Torch runs the module on every device and joins as many outputs.
+    **{
+        f"nothing-to-split-{value}": Differs(
+            lambda self, x: self.weight * 0, (value,), rows_of(numbers(6) * 0), rows_of(numbers(3) * 0)
+        )
+        for value in (2.0, None, "text", [1, {"a": 2}])
+    },
+}
+
+
+def check(found: Found, call: Callable[[], Any]) -> None:
+    if isinstance(found, tuple) and isinstance(found[0], type):
+        with pytest.raises(found[0], match=found[1]):
+            call()
+    else:
+        assert_same(call(), found)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences(name: str):
+    case = DIFFERENCES[name]
+    for by, found in ((by_torch, case.torchs), (by_fdp, case.ours)):
+        check(found, partial(by, doing(case.forward), *case.args, **(case.options or {})))
+
+
+def test_what_torch_does_not_carry_into_its_threads():
+    """Inference mode; and without gradients the replica on the first device alone has parameters."""
+    module = doing(lambda self, x: x.new_tensor([torch.is_inference_mode_enabled() + 2 * len(list(self.parameters()))]))
+    with torch.inference_mode():
+        assert by_torch(module, ROWS).tolist() == [2, 0]
+        assert by_fdp(module, ROWS).tolist() == [3, 3]
+
+
+def test_a_text_in_an_output():
+    """Torch makes a str of an iterator."""
+    assert by_torch(doing(lambda self, x: ("text", x)), ROWS)[0].startswith("<map object at")
+    assert by_fdp(doing(lambda self, x: ("text", x)), ROWS)[0] == "text"
+
+
 class PerDevice(nn.Module):
     """One of its arguments comes once for each device."""
 
@@ -39,14 +157,6 @@ class PerDevice(nn.Module):
 
     def forward(self, x: Tensor, mixing: Tensor, *, shift: Tensor) -> Tensor:
         return (x * self.weight) @ mixing[0] + shift.sum()
-
-
-def test_rows_that_differ():
-    """Torch drops the surplus chunks silently."""
-    module = doing(lambda self, x, y: x * self.weight)
-    assert by_torch(module, ROWS, ROWS[:1]).shape == (4, 3)
-    with pytest.raises(ValueError, match=r"rows differ: inputs\[0\] has 8 along dim 0, inputs\[1\] has 1 along dim 0"):
-        by_fdp(module, ROWS, ROWS[:1])
 
 
 @pytest.mark.parametrize(("order", "rows", "others"), [((0, 1), 8, 2), ((2, 0, 1), 7, 9), ((0, 1, 2, 3), 2, 2)])
@@ -61,15 +171,6 @@ def test_one_copy_for_each_device(order: Any, rows: int, others: int):
             loss_of(out).backward()
         results.append((out, module.weight.grad, [leaf.grad for leaf in leaves]))
     assert_same(*results)
-
-
-def test_rows_of_keyword_arguments_that_differ():
-    """Torch fails when it pairs the chunks."""
-    module = doing(lambda self, x, y: x * self.weight)
-    with pytest.raises(AssertionError, match="number of modules 2 is not equal to the number of kwargs_tup 1"):
-        by_torch(module, ROWS, y=ROWS[:1])
-    with pytest.raises(ValueError, match=r"rows differ: inputs\[0\] has 8 along dim 0, kwargs\['y'\] has 1"):
-        by_fdp(module, ROWS, y=ROWS[:1])
 
 
 def test_an_embedding_with_max_norm():
@@ -87,14 +188,6 @@ def test_an_embedding_with_max_norm():
         assert module.weight.grad is not None
     assert_same(modules[1].weight.grad, modules[2].weight.grad)
     assert_same(modules[1].weight[:4], modules[2].weight[:4])
-
-
-def test_few_rows_and_an_option():
-    """Torch calls the devices that have no rows without positional arguments."""
-    module = doing(lambda self, x, flag: x * self.weight * flag)
-    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'x'"):
-        by_torch(module, ROWS[:1], flag=2.0)
-    assert_same(by_fdp(module, ROWS[:1], flag=2.0), module(there[:1], 2.0))
 
 
 class Unused(nn.Module):
@@ -116,16 +209,6 @@ def test_the_gradient_of_an_unused_parameter():
         assert used is not None
         assert (unused is None) is is_none
         assert unused is None or not unused.any()
-
-
-def test_parameters_of_a_replica():
-    """Torch has none, and without gradients on the first device only."""
-    module = doing(lambda self, x: x.new_full((1,), len(list(self.parameters()))))
-    assert by_torch(module, ROWS).tolist() == [0, 0]
-    assert by_fdp(module, ROWS).tolist() == [1, 1]
-    with torch.no_grad():
-        assert by_torch(module, ROWS).tolist() == [1, 0]
-        assert by_fdp(module, ROWS).tolist() == [1, 1]
 
 
 def test_scalars():
@@ -167,22 +250,6 @@ def test_an_exception():
     with pytest.raises(Refused, match="no") as bare:
         by_fdp(doing(refuse), ROWS, order=(0,))
     assert not hasattr(bare.value, "__notes__")
-
-
-@pytest.mark.parametrize("value", [2.0, None, "text", [1, {"a": 2}]], ids=str)
-def test_nothing_to_split(value: Any):
-    """Torch runs the module on every device and joins as many outputs."""
-    module = doing(lambda self, x: self.weight + 1)
-    assert by_torch(module, value).shape == (6,)
-    assert by_torch(module, value, order=(0,)).shape == by_fdp(module, value).shape == (3,)
-
-
-def test_a_number_in_a_tensor():
-    """Torch cannot cut it."""
-    module = doing(lambda self, x, y: x * y)
-    with pytest.raises(RuntimeError, match="chunk expects at least a 1-dimensional tensor"):
-        by_torch(module, ROWS, torch.tensor(2.0))
-    assert_same(by_fdp(module, ROWS, torch.tensor(2.0)), there * 2)
 
 
 def do_nothing(*_: Any) -> None: ...
@@ -229,29 +296,6 @@ def test_functions_that_know_the_module(how: str):
         call(module, ROWS).square().sum().backward()
         grads.append(module.weight.grad)
     assert_same(*grads)
-
-
-def test_outputs_that_are_no_tensors():
-    """Torch makes a str of an iterator, and fails for numbers."""
-    assert by_torch(doing(lambda self, x: ("text", x)), ROWS)[0].startswith("<map object at")
-    assert by_fdp(doing(lambda self, x: ("text", x)), ROWS)[0] == "text"
-    with pytest.raises(TypeError, match="'int' object is not iterable"):
-        by_torch(doing(lambda self, x: (3, x)), ROWS)
-    assert by_fdp(doing(lambda self, x: (3, x)), ROWS)[0] == 3
-    with pytest.raises(ValueError, match=r"output\[0\] differs between shards: .*4 in shard 0, 3 in shard 1"):
-        by_fdp(doing(lambda self, x: (len(x), x)), ROWS[:7])
-
-
-def test_dataclasses():
-    """Torch does not look inside: inputs stay on their device, outputs fail."""
-    module = doing(lambda self, batch: batch.x * self.weight)
-    with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
-        by_torch(module, Batch(ROWS))
-    assert_same(by_fdp(module, Batch(ROWS)), module(Batch(there)))
-    module = doing(lambda self, x: Batch(x * self.weight, [x]))
-    with pytest.raises(TypeError, match="'Batch' object is not iterable"):
-        by_torch(module, ROWS)
-    assert_same(by_fdp(module, ROWS), module(there))
 
 
 def test_the_output_device_of_one_device():
@@ -302,14 +346,6 @@ def test_the_device_of_a_module_in_parallel_apply():
     assert fdp.nn.parallel_apply([nn.Identity()], [x], None, [DEVICES[1]])[0] is x
 
 
-def test_complex_numbers_along_a_negative_dim():
-    """Torch joins the real parts beside the imaginary ones."""
-    module = doing(lambda self, x: torch.complex(x, x + 1))
-    with pytest.raises(RuntimeError, match="Tensor must have a last dimension of size 2"):
-        by_torch(module, ROWS[:, :2], dim=-1)
-    assert_same(by_fdp(module, ROWS, dim=-1), torch.complex(there, there + 1))
-
-
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -358,14 +394,6 @@ def test_buffers_after_a_failure():
         with pytest.raises(KeyError, match="lost"):
             by(module, ROWS)
         assert module.calls.tolist() == [1]
-
-
-def test_inference_mode():
-    """Torch does not carry it into its threads."""
-    module = doing(lambda self, x: x.new_tensor([torch.is_inference_mode_enabled()]))
-    with torch.inference_mode():
-        assert by_torch(module, ROWS).tolist() == [0, 0]
-        assert by_fdp(module, ROWS).tolist() == [1, 1]
 
 
 def test_functional_call():

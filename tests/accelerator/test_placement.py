@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import fdp
@@ -160,29 +160,6 @@ def test_the_gradients_of_one_device(devices: list[Any], executor: Any, source: 
     assert_close_tree(to((value, grads), "cpu"), want)
 
 
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ValueError("mine")
-
-
-@pytest.mark.parametrize(
-    ("devices", "note"),
-    [
-        (DEVICES[:1], "in shard 0 of 1, rows 0:10, on virtual:0"),
-        (DEVICES[:2], "in shard 0 of 2, rows 0:5, on virtual:0"),
-    ],
-)
-def test_l12_a_failure_in_the_backward_is_noted(devices: Any, note: str):
-    with pytest.raises(ValueError, match="mine") as caught:
-        fdp.grad(lambda p, x: FailsBackward.apply(loss(p, x)), devices=devices)(PARAMS, ROWS)
-    assert caught.value.__notes__[0] == note
-
-
 @executors
 def test_gradients_on_the_output_device(executor: Any):
     get = fdp.value_and_grad(
@@ -191,81 +168,6 @@ def test_gradients_on_the_output_device(executor: Any):
     value, grads = get(PARAMS, ROWS.to(DEVICES[1]))
     assert on((value, grads)) == {DEVICES[3]}
     assert_close_tree(to(grads, "cpu"), torch.func.grad(loss, (0, 1))(PARAMS, ROWS))
-
-
-@executors
-def test_gradients_by_autograd_through_the_call(executor: Any):
-    params: Any = {name: p.to(DEVICES[1]).requires_grad_() for name, p in PARAMS.items()}
-    out = fdp.dp_apply(model, params, ROWS, DEVICES, out_dims=DIMS, executor=executor)["y"]
-    out.square().mean().backward()
-    assert_close_tree({name: p.grad.cpu() for name, p in params.items()}, torch.func.grad(loss)(PARAMS, ROWS))
-    assert {p.grad.device for p in params.values()} == {DEVICES[1]}
-
-
-def test_transforms_around_the_call():
-    def mapped(p: Any) -> Tensor:
-        return fdp.dp_apply(model, p, ROWS, DEVICES, out_dims=DIMS)["y"].square().mean()
-
-    params = to(PARAMS, DEVICES[0])
-    assert_close_tree(to(torch.func.grad(mapped)(params), "cpu"), torch.func.grad(loss)(PARAMS, ROWS))
-    tangents = torch.func.jvp(mapped, (params,), (params,))
-    assert_close_tree(to(tangents, "cpu"), torch.func.jvp(lambda p: loss(p, ROWS), (PARAMS,), (PARAMS,)))
-
-
-@executors
-@slots
-def test_scatter_run_gather(devices: list[Any], executor: Any):
-    batch = fdp.scatter({"x": ROWS, "names": tuple("abcdefghij")}, devices, {"x": 0, "names": "items"})
-    assert [on(shard) for shard in batch.shards] == [{device} for device in devices]
-    params = fdp.replicate(PARAMS, devices)
-    assert [on(shard) for shard in params.shards] == [{device} for device in devices]
-    out: Any = fdp.parallel_apply(lambda p, b: model(p, b["x"])["y"], params, batch, executor=executor)
-    assert [on(shard) for shard in out.shards] == [{device} for device in devices]
-    for target in (None, "cpu", DEVICES[2]):
-        joined = fdp.gather(out, 0, device=target)
-        assert joined.device == torch.device(target or devices[0])
-        assert_close_tree(joined.cpu(), model(PARAMS, ROWS)["y"])
-    assert_close_tree(to(fdp.gather(batch), "cpu"), {"x": ROWS, "names": tuple("abcdefghij")})
-
-
-@executors
-def test_a_module_on_devices(executor: Any):
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).double().eval()
-    apply, state = fdp.functional(module)
-    out, buffers = fdp.dp_apply(apply, state, ROWS, DEVICES, executor=executor)
-    assert on(buffers) == {DEVICES[0]}
-    assert_close_tree(out.cpu(), module(ROWS))
-    assert on(dict(module.state_dict())) == {CPU}
-
-
-@executors
-def test_recurrent_modules_on_devices(executor: Any):
-    module = nn.RNN(3, 4, batch_first=True).double()
-    apply, state = fdp.functional(module)
-    rows = numbers(5, 2, 3)
-    out = fdp.dp_apply(lambda s, x: apply(s, x)[0][0], state, rows, DEVICES, executor=executor)
-    assert_close_tree(out.cpu(), module(rows)[0])
-
-
-@executors
-def test_training_with_state_on_the_devices(executor: Any):
-    params = fdp.replicate(PARAMS, DEVICES)
-    get = fdp.value_and_grad(loss, executor=executor)
-    whole = PARAMS
-    for _ in range(3):
-        value, grads = get(params, ROWS)
-        assert isinstance(grads, fdp.Replicated)
-        assert [on(shard) for shard in grads.shards] == [{device} for device in DEVICES]
-
-        def step(p: Any, g: Any) -> Any:
-            return {name: p[name] - 0.1 * g[name] for name in p}
-
-        stepped: Any = fdp.parallel_apply(step, params, grads, executor=executor)
-        params = fdp.Replicated(stepped.shards, stepped.devices)
-        whole = step(whole, torch.func.grad(loss)(whole, ROWS))
-        assert value.device == DEVICES[0]
-    for shard in params.shards:
-        assert_close_tree(to(shard, "cpu"), whole)
 
 
 # ---- copies
@@ -369,21 +271,6 @@ def test_transfers_inside_shards_are_seen(executor: Any):
 
 
 # ---- seeds
-
-
-@executors
-@slots
-def test_seeded_slots(devices: list[Any], executor: Any):
-    def noise(x: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(torch.ones_like(x)) + torch.randn(x.shape, device=x.device)
-
-    generators = [torch.default_generator, *torch.get_device_module("virtual").default_generators]
-    before = [generator.get_state() for generator in generators]
-    runs = [fdp.shard_map(noise, devices=devices, seed=seed, executor=executor)(ROWS).cpu() for seed in (1, 1, 2)]
-    assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, before, strict=True))
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-    assert len(set(map(tuple, runs[0].tolist()))) == len(ROWS)
 
 
 def test_seeds_agree_on_all_devices():

@@ -85,42 +85,6 @@ def test_where_another_call_has_the_threads(executor: Any):
     assert_close_tree(within(30, lambda: second(inside=True)), second(inside=False))
 
 
-def one(result: Any) -> fdp.Sharded:
-    return result
-
-
-CALLS: dict[str, Any] = {
-    "dp_apply": lambda fn, executor: lambda w, x: fdp.dp_apply(fn, w * 1, x, three, executor=executor, out_dims="list"),
-    "parallel_apply": lambda fn, executor: (
-        lambda w, x: fdp.gather(one(fdp.parallel_apply(fn, w * 1, fdp.scatter(x, three), executor=executor)), "list")
-    ),
-}
-FUNCTIONS: dict[str, tuple[Any, Any]] = {
-    "argument-unused": (
-        lambda w, x: x.sin() - fdp.pmean(x.mean()),
-        lambda w, x: [part.sin() - x.mean() for part in x.split(2)],
-    ),
-    "no-collective": (lambda w, x: 2 * x, lambda w, x: [2 * part for part in x.split(2)]),
-    "linear": (lambda w, x: fdp.psum(x), lambda w, x: [sum(x.split(2))] * 3),
-    "one-slot-unused": (
-        lambda w, x: (w * x * fdp.psum((w * x).sum())) if fdp.axis_index() else (x.exp() + 0 * fdp.psum((w * x).sum())),
-        lambda w, x: [x[:2].exp(), *[w * part * (w * x).sum() for part in x.split(2)[1:]]],
-    ),
-}
-
-
-@each_executor
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_with_an_argument_that_is_not_used(name: str, how: str, executor: Any):
-    fn, alone = FUNCTIONS[name]
-    call = CALLS[how](fn, executor)
-    assert_close_tree(within(30, lambda: derivatives(lambda w, x: list(call(w, x)))), derivatives(alone))
-
-
-# ---------------------------------------------------------------- by torch.func
-
-
 # ---------------------------------------------------------------- calls in calls
 
 

@@ -151,3 +151,17 @@ def test_the_gradient_of_a_weight_that_is_0(executor: Any):
     out = mapped(own, x_with_nan)
     assert out.item() == 2
     assert torch.autograd.grad(out, own)[0].isfinite().all()
+
+
+@each_executor
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_microbatches(microbatches: int, executor: Any):
+    x = numbers(12, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).square().sum() / fdp.psum(len(x))
+
+    options: Any = {"devices": fdp.virtual_devices(2), "reduction": "sum", "executor": executor}
+    found = fdp.value_and_grad(loss, microbatches=microbatches, **options)(W, x)
+    grad, value = torch.func.grad_and_value(lambda w: (x @ w).square().mean() * microbatches)(W)
+    assert_close_tree(found, (value, grad))

@@ -11,7 +11,6 @@ from torch import Tensor
 import fdp
 from tests.collectives.cases import (
     CASES,
-    EXECUTORS,
     Case,
     W,
     X,
@@ -20,14 +19,12 @@ from tests.collectives.cases import (
     each_count,
     each_executor,
     everywhere,
-    leaves,
     mapped,
     plain,
     same,
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
-from tests.common.numbers import numbers
 
 EXTREMES: dict[str, Case] = {
     "pmax": Case(fdp.pmax, lambda xs, rows: [torch.stack(list(xs)).amax(0)] * len(xs)),
@@ -138,30 +135,6 @@ def test_an_argument_is_let_go_of(executor: Any):
 
 
 # ---------------------------------------------------------------- nested calls
-
-
-@each_executor
-@pytest.mark.parametrize("inner_executor", EXECUTORS)
-@pytest.mark.parametrize("inner", ["data", "inner"])
-def test_nested_calls(inner: str, inner_executor: Any, executor: Any):
-    """The collectives of each, where only it is meant."""
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        def part(w: Tensor, x: Tensor) -> Tensor:
-            return fdp.psum((w * x).sum(), inner) * x
-
-        once = fdp.dp_apply(part, w, x, fdp.virtual_devices(2), axis_name=inner, executor=inner_executor)
-        return once * fdp.psum((w * x).sum())
-
-    def one(w: Tensor, x: Tensor) -> Tensor:
-        return torch.cat([(w * part).sum() * part for part in x.split([4, 3])]) * (w * x).sum()
-
-    found, wanted = leaves(), leaves()
-    out, expected = fdp.dp_apply(fn, *found, fdp.virtual_devices(2), executor=executor), one(*wanted)
-    assert_close_tree(out, expected)
-    (out * numbers(7, 3)).sum().backward()
-    (expected * numbers(7, 3)).sum().backward()
-    assert_close_tree([x.grad for x in found], [x.grad for x in wanted])
 
 
 def test_pairs_in_any_order_are_the_same_permutation():

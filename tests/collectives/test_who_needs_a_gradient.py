@@ -13,11 +13,9 @@ from tests.collectives.cases import (
     Case,
     W,
     X,
-    balanced,
     cotangents,
     each_case,
     each_executor,
-    filled,
     leaves,
     local,
     mapped,
@@ -26,39 +24,6 @@ from tests.collectives.cases import (
 )
 from tests.common.comparing import assert_close_tree
 from tests.common.depth import few
-
-
-@few()
-@each_executor
-@pytest.mark.parametrize("slot", [0, 2])
-@pytest.mark.parametrize("name", ["psum", "pmean-rows", "all_gather", "psum_scatter", "all_to_all", "ppermute-ring"])
-def test_only_one_slot_gives_what_needs_a_gradient(name: str, slot: int, executor: Any):
-    case = CASES[name]
-
-    def fn(w: Tensor, x: Tensor) -> Tensor:
-        return case.call(local(case, w if fdp.axis_index() == slot else w.detach(), x))
-
-    w, v = W.clone().requires_grad_(), W.clone().requires_grad_()
-    outs = fdp.dp_apply(fn, w, X, fdp.virtual_devices(3), executor=executor, out_dims="list")
-    rows = balanced(7, 3)
-    args = [local(case, v if i == slot else v.detach(), x) for i, x in enumerate(X.split(rows))]
-    expected = case.oracle(args, rows)
-    product(outs, cotangents(outs)).backward()
-    product(expected, cotangents(outs)).backward()
-    assert_close_tree(filled([w.grad]), filled([v.grad]))
-
-
-@few()
-@each_executor
-@pytest.mark.parametrize("slot", range(3))
-@each_case
-def test_backward_from_one_entry(case: Case, slot: int, executor: Any):
-    found, wanted = leaves(), leaves()
-    outs, expected = mapped(case, 3, executor)(*found), plain(case, 3)(*wanted)
-    weight = cotangents(outs)[slot]
-    (outs[slot] * weight).sum().backward()
-    (expected[slot] * weight).sum().backward()
-    assert_close_tree(filled(x.grad for x in found), filled(x.grad for x in wanted))
 
 
 @few()

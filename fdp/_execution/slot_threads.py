@@ -66,7 +66,7 @@ def common_number(slots: range) -> int:
     """What the threads of slots can begin with, below this one: new ones with the lowest."""
     most = torch_private.get_sequence_nr() - _ABOVE
     numbers = [max([t.number for t in list(IDLE[slot]) if t.number <= most], default=0) for slot in slots]
-    return max(numbers) if all(numbers) else FLOOR
+    return max([FLOOR, *numbers]) if all(numbers) else FLOOR
 
 
 def take_thread(slot: int, number: int) -> SlotThread:

@@ -296,6 +296,14 @@ def test_transforms_are_those_of_the_cpu(name: str):
     assert_close_tree(to(TRANSFORMS[name](w.to(ONE), x.to(ONE)), "cpu"), TRANSFORMS[name](w, x))
 
 
+def test_gradients_cross_devices():
+    w = numbers(3, 3).requires_grad_()
+    parts = [(numbers(2, 3).to(f"virtual:{i}") @ w.to(f"virtual:{i}")).sin().sum() for i in range(4)]
+    torch.stack([part.to(ONE) for part in parts]).sum().backward()
+    assert w.grad is not None
+    assert_close_tree(w.grad, 4 * grad(lambda w: (numbers(2, 3) @ w).sin().sum())(w.detach()))
+
+
 def test_a_backward_runs_in_the_thread_that_starts_it():
     """Without the double of these tests."""
     done = run_program(

@@ -13,7 +13,7 @@ from fdp import DataParallel
 from tests.common.comparing import assert_close_tree, assert_same_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
-from tests.nn.modules_of_data_parallel import assert_like_one_device, loss_of, run
+from tests.nn.modules_of_data_parallel import loss_of
 
 TWO = ["cpu", "cpu"]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
@@ -48,18 +48,6 @@ def test_buffers_are_those_of_the_first_replica(slots: int, rows: int, executor:
             one(factor * x.chunk(slots)[0])
             assert_close_tree(module.state_dict(), one.state_dict())
     assert all(now is buffers[name] for name, now in module.named_buffers())
-
-
-def test_in_evaluation_buffers_stay_bit_by_bit():
-    module, x = nn.BatchNorm1d(3).double(), numbers(7, 3)
-    module(x)
-    module.running_mean[0], module.running_var[1] = float("nan"), -0.0  # pyright: ignore[reportOptionalSubscript]
-    module.eval()
-    before, versions = copy.deepcopy(module.state_dict()), [b._version for b in module.buffers()]
-    out = DataParallel(module, ["cpu"] * 3)(x)
-    assert_same_tree(module.state_dict(), before)
-    assert [b._version for b in module.buffers()] == versions
-    assert_close_tree(out, module(x))
 
 
 WRITES: dict[str, Callable[[Keeps, Tensor], Any]] = {
@@ -97,16 +85,6 @@ def test_buffers_may_become_others(kind: str):
     assert list(module.state_dict()) == ["buffer"]
 
 
-def test_a_buffer_that_was_not_written_is_not_written():
-    module = nn.Sequential(nn.BatchNorm1d(2), Keeps(lambda *_: None, numbers(2))).double()
-    kept = module[1].get_buffer("buffer")
-    versions = [buffer._version for buffer in module.buffers()]
-    product = numbers(2).requires_grad_() * kept
-    DataParallel(module, TWO)(numbers(4, 2))
-    product.sum().backward()  # would fail if the buffer had been written
-    assert kept._version == versions[-1]
-
-
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch-norm": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)).double(),
     "spectral-norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 2)).double(),
@@ -134,29 +112,6 @@ def test_two_calls_then_one_backward(make: Any, executor: Any):
     assert all(parameter.grad is not None for parameter in two.parameters())
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_spectral_norm_takes_its_step_once_a_call(slots: int):
-    torch.manual_seed(0)
-    module, x = parametrizations.spectral_norm(nn.Linear(3, 2)).double(), numbers(6, 3)
-    one = copy.deepcopy(module)
-    for _ in range(3):
-        got, want = run(DataParallel(module, ["cpu"] * slots), module, x), run(one, one, x)
-        assert_close_tree(got, want)
-        assert_close_tree(module.state_dict(), one.state_dict())
-
-
-def test_buffers_that_require_grad():
-    scale = numbers(3).requires_grad_()
-    module: Any = nn.Linear(3, 3).double()
-    module.register_buffer("scale", scale)
-    module.register_forward_hook(lambda module, _, out: out * module.scale)
-    x = numbers(5, 3)
-    got = torch.autograd.grad(loss_of(DataParallel(module, TWO)(x)), [scale, *module.parameters()])
-    assert_close_tree(got, torch.autograd.grad(loss_of(module(x)), [scale, *module.parameters()]))
-    assert module.scale is scale
-    assert scale.requires_grad
-
-
 def test_tied_and_absent_buffers():
     module: Any = nn.Sequential(
         Keeps(lambda module, x: module.buffer.add_(1), numbers(2)), nn.Identity(), nn.Identity()
@@ -168,36 +123,6 @@ def test_tied_and_absent_buffers():
     assert_same_tree(module[1].same, numbers(2) + 1)
     assert module[1].same is module[0].buffer
     assert list(module.state_dict()) == ["0.buffer", "1.same"]
-
-
-@pytest.mark.parametrize("written", ["whole", "part"])
-def test_buffers_may_be_parts_of_others(written: str):
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("whole", torch.zeros(4))
-            self.register_buffer("part", self.get_buffer("whole")[:2])
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.get_buffer(written).add_(1)
-            return x
-
-    module, one = Parts(), Parts()
-    DataParallel(module, TWO)(numbers(4))
-    one(numbers(2))
-    assert_same_tree(module.state_dict(), one.state_dict())
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr], ids=str)
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_buffers(layout: Any):
-    module = nn.Linear(3, 3).double()
-    dense = torch.eye(3).double().flip(0)
-    module.register_buffer("mixing", dense if layout is torch.strided else dense.to_sparse(layout=layout))
-    module.register_forward_hook(lambda module, args, out: (module.get_buffer("mixing") @ out.T).T)
-    mixing = module.get_buffer("mixing")
-    assert_like_one_device(module, numbers(5, 3))
-    assert module.get_buffer("mixing") is mixing
 
 
 def test_no_rows_at_all():
@@ -213,37 +138,6 @@ def test_buffers_made_in_inference_mode():
         DataParallel(module, TWO)(numbers(6, 3))
         one(numbers(3, 3))
     assert_close_tree(module.state_dict(), one.state_dict())
-
-
-def test_a_hook_may_write_to_a_buffer_that_it_holds():
-    module = nn.Linear(2, 2)
-    module.register_buffer("calls", torch.zeros(1))
-    calls = module.get_buffer("calls")
-
-    def count(*_: Any) -> None:
-        calls.add_(1)
-
-    module.register_forward_hook(count)
-    DataParallel(module, ["cpu"] * 4, executor="sequential")(torch.zeros(4, 2))
-    assert module.get_buffer("calls") is calls
-    assert calls.item() == 4  # as in torch: they share the tensor
-
-
-def test_a_buffer_that_is_a_parameter_s_data():
-    class Doubles(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("view", self.weight.data)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data.mul_(2)
-            return x * self.weight
-
-    module = Doubles()
-    for _ in range(2):
-        DataParallel(module, TWO)(torch.ones(4, 2))
-    assert_same_tree(module.weight.data, torch.full((2,), 4.0))
 
 
 def test_a_buffer_that_is_set_anew_leaves_the_old_one_alone():

@@ -12,7 +12,7 @@ from fdp import DataParallel
 from tests.common.comparing import assert_close_tree
 from tests.common.numbers import numbers
 from tests.common.threads import many_cores
-from tests.nn.modules_of_data_parallel import Checkpointed, loss_of, mlp, run
+from tests.nn.modules_of_data_parallel import Checkpointed, loss_of
 
 TWO = ["cpu", "cpu"]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
@@ -87,13 +87,6 @@ def test_what_a_checkpoint_computes_again_writes_as_on_one_device(use_reentrant:
     loss_of(torch.cat([one(y[:3]), other(y[3:])])).backward()
     assert_close_tree(x.grad, y.grad)
     assert_close_tree(dict(module.named_buffers()), dict(one.named_buffers()))
-
-
-def test_a_checkpoint_around_the_wrapper():
-    module, x = mlp(), numbers(5, 3)
-    shim = DataParallel(module, TWO)
-    got = run(lambda x: checkpoint(shim, x, use_reentrant=False), module, x)
-    assert_close_tree(got, run(module, module, x))
 
 
 def test_collectors_are_those_of_the_caller():

@@ -61,18 +61,6 @@ def test_the_exception_itself_arrives(error: Exception, executor: Any):
     ]
 
 
-@each_executor
-def test_the_first_of_several_failures_is_raised(executor: Any):
-    errors = Errors({2: ValueError("second"), 4: KeyError("third")})
-    with many_cores(), pytest.raises(ValueError, match="second") as caught:
-        DataParallel(Fails(), ["cpu"] * 3, executor=executor)(torch.arange(6), errors)
-    assert caught.value.__notes__ == [
-        "Caught ValueError in replica 1 on device cpu.",
-        "in shard 1 of 3, rows 2:4, on cpu",
-        "also in shard 2 of 3, rows 4:6, on cpu: KeyError: 'third'",
-    ]
-
-
 def test_one_chunk_on_several_devices_has_notes_too():
     with pytest.raises(ValueError, match="alone") as caught:
         outputs_of(lambda x: fail(ValueError("alone")), numbers(1))

@@ -111,38 +111,6 @@ def test_outputs_of_all_kinds_are_joined(container: Any):
         assert_same_tree(outputs_of(container, x, slots=slots), container(x))
 
 
-def test_lists_are_not_split_their_elements_are():
-    x, seen = numbers(4, 2), []
-    outputs_of(lambda names, xs: seen.append((names, len(xs), xs[0].shape)) or xs[0], ["a", "b", "c"], [x, x])
-    assert seen == [(["a", "b", "c"], 2, (2, 2))] * 2
-
-
-def test_other_objects_go_by_reference():
-    things = (object(), [], {}, "s", {1: 2}, lambda: None)
-    seen: list[Any] = []
-    outputs_of(lambda x, *others: seen.append(others) or x, numbers(4), *things)
-    assert len(seen) == 2
-    for others in seen:
-        assert others == things
-        assert others[0] is things[0]
-        assert others[5] is things[5]
-
-
-def test_keys_of_dicts_are_not_split():
-    """Torch splits them too."""
-    key, seen = torch.arange(4), []
-    outputs_of(lambda tree: seen.extend(tree) or tree[key], {key: numbers(4)})
-    assert all(each is key for each in seen)
-
-
-def test_0_dim_tensors_go_whole_to_every_slot():
-    """Torch cannot chunk them."""
-    x, scale = numbers(5), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-    out = outputs_of(lambda x, scale: x * scale, x, scale)
-    assert_same_tree(out, (x * scale))
-    assert_close_tree(torch.autograd.grad(out.sum(), scale), (x.sum(),))
-
-
 @pytest.mark.parametrize(
     "args", [(), (None,), (3, "s"), (torch.tensor(2.0),), ([], {}), ({"a": [None]},)], ids=lambda args: str(args)
 )
@@ -234,14 +202,3 @@ def test_what_cannot_be_split_is_refused(make: Any, message: str):
     with pytest.raises(TypeError, match=f"^DataParallel: {message}") as caught:
         shim({"k": [numbers(4), make()]})
     assert "in_dims" not in str(caught.value)
-
-
-def test_a_dim_out_of_range_is_named():
-    with pytest.raises(ValueError, match=r"DataParallel: dim 2 is out of range for inputs\[1\] of shape \(5, 2\)"):
-        DataParallel(nn.Bilinear(2, 2, 1), TWO, dim=2)(numbers(5, 2, 2), numbers(5, 2))
-
-
-def test_shards_are_views_of_the_input():
-    x = numbers(4, 2)
-    outputs_of(lambda x: x.zero_(), x)
-    assert_same_tree(x, torch.zeros_like(x))

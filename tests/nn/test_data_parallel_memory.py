@@ -17,7 +17,6 @@ from tests.common.settings import without_collector
 from tests.common.threads import many_cores, wake_workers
 from tests.nn.modules_of_data_parallel import Checkpointed, Recurrent, loss_of, mlp
 
-TWO = ["cpu", "cpu"]
 each_executor = pytest.mark.parametrize("executor", ["sequential", "threads", "auto"])
 
 
@@ -95,16 +94,3 @@ def test_the_module_is_garbage_when_it_is_dropped(make: Any):
     gc.collect()
     wake_workers()
     assert [ref() for ref in refs] == [None] * len(refs)
-
-
-def test_without_cycles_of_its_own_it_is_freed_at_once():
-    with without_collector():
-        module = mlp()
-        shim = DataParallel(module, TWO)
-        for mode in (torch.enable_grad, torch.no_grad):
-            with mode():
-                shim(numbers(4, 3))
-        refs = [weakref.ref(module), weakref.ref(shim), *map(weakref.ref, module.parameters())]
-        del module, shim
-        wake_workers()
-        assert [ref() for ref in refs] == [None] * len(refs)

@@ -107,17 +107,6 @@ def test_replicas_may_be_told_who_they_are(executor: Any):
     assert_close_tree(got, value_and_grads(module, module, x))
 
 
-def test_replicate_may_change_what_super_returns():
-    class Frozen(DataParallel):
-        def replicate(self, module: Any, device_ids: Any) -> Any:
-            return [replica.eval() for replica in super().replicate(module, device_ids)]
-
-    module, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double(), numbers(5, 3)
-    assert_close_tree(Frozen(module, TWO)(x), module[0](x))
-    assert module.training
-    assert all(part.training for part in module.modules())
-
-
 def test_replicate_may_return_other_modules():
     class Copies(DataParallel):
         def replicate(self, module: Any, device_ids: Any) -> Any:
@@ -137,18 +126,6 @@ def test_replicate_may_return_other_modules():
         assert_close_tree(value_and_grads(kind(module, TWO), module, x), value_and_grads(module, module, x))
 
 
-def test_replicas_that_are_the_module_keep_their_own_buffers():
-    class Same(DataParallel):
-        def replicate(self, module: Any, device_ids: Any) -> Any:
-            return [module] * len(device_ids)
-
-    norm, other, x = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double(), numbers(6, 3)
-    Same(norm, TWO)(x)
-    for part in x.chunk(2):
-        other(part)
-    assert_close_tree(norm.state_dict(), other.state_dict())
-
-
 def test_scatter_may_be_another():
     class Interleaved(DataParallel):
         """Every second row, in one shard more than there are rows for by chunks."""
@@ -163,16 +140,6 @@ def test_scatter_may_be_another():
     x = numbers(4, 2)
     assert_same_tree(shim(x), torch.cat([x[0::3], x[1::3], x[2::3]]) * 2)
     assert ranks == [0, 1, 2]
-
-
-def test_scatter_may_change_what_super_returns():
-    class Tagged(DataParallel):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-            args, keywords = super().scatter(inputs, kwargs, device_ids)
-            return args, tuple({**each, "rank": rank} for rank, each in enumerate(keywords))
-
-    shim = Tagged(Apply(lambda x, rank: x + rank), TWO)
-    assert_same_tree(shim(numbers(5)), numbers(5) + torch.tensor([0, 0, 0, 1, 1]))
 
 
 def test_scatter_may_use_fewer_devices():
@@ -286,15 +253,6 @@ def test_a_wrapper_for_lists_of_graphs(count: int):
     wrapped = OfGraphs(module, ["cpu"] * 3)
     got = value_and_grads(lambda x: wrapped([Graph(part) for part in x.split(2)]), module, x)
     assert_close_tree(got, value_and_grads(module.inner, module, x))
-
-
-def test_scatter_may_leave_out_keyword_arguments():
-    class Positional(DataParallel):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-            return super().scatter(inputs, kwargs, device_ids)[0], None
-
-    module, x = mlp(), numbers(5, 3)
-    assert_close_tree(value_and_grads(Positional(module, TWO), module, x), value_and_grads(module, module, x))
 
 
 @pytest.mark.parametrize("name", ["forward", "replicate", "scatter", "parallel_apply", "gather"])

@@ -83,9 +83,3 @@ def test_output_device_is_honoured_on_one_device():
     """Torch ignores it."""
     out = DataParallel(nn.Linear(3, 2).double(), ["cpu"], output_device="meta")(numbers(5, 3))
     assert (out.device.type, out.shape) == ("meta", (5, 2))
-
-
-def test_outputs_are_what_one_device_makes_of_requires_grad():
-    x = numbers(4, 2)
-    kept, left = outputs_of(lambda x: (x * 2, x.detach()), x.requires_grad_())
-    assert (kept.requires_grad, left.requires_grad) == (True, False)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fdp import DataParallel, data_parallel
-from tests.common.comparing import assert_close_tree, assert_same_tree
+from fdp import DataParallel
 from tests.common.numbers import numbers
 from tests.nn.modules_of_data_parallel import Recurrent, assert_like_one_device, loss_of, mlp
 
@@ -53,50 +52,6 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
-
-
-def test_replicas_that_somebody_keeps_stay_as_they_are():
-    kept: list[nn.Module] = []
-
-    class Kept(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            kept.append(self)
-            return super().forward(input)
-
-    module, x = Kept(3, 2).double(), numbers(4, 3)
-    shim = DataParallel(module, TWO)
-    shim(x)
-    states = [dict(replica.named_parameters()) for replica in kept]
-    with torch.no_grad():
-        shim(x)
-    shim(2 * x)
-    assert len(set(map(id, kept))) == 6
-    for replica, state in zip(kept[:2], states, strict=True):
-        assert all(now is state[name] for name, now in replica.named_parameters())
-
-
-def test_sparse_gradients():
-    module = nn.Embedding(5, 2, sparse=True).double()
-    rows = torch.arange(8) % 3
-    DataParallel(module, ["cpu"] * 3)(rows).sum().backward()
-    grad = module.weight.grad
-    assert grad is not None
-    assert grad.is_sparse
-    assert_same_tree(grad.to_dense(), torch.tensor([3.0, 3, 2, 0, 0]).double()[:, None].expand(5, 2))
-
-
-def test_zero_grad_of_a_replica_warns():
-    class Clears(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            with pytest.warns(UserWarning, match=r"Calling .zero_grad\(\) from a module created with nn.DataParallel"):
-                self.zero_grad()
-            return super().forward(input)
-
-    module = Clears(3, 2).double()
-    loss_of(nn.functional.linear(numbers(1, 3), module.weight)).backward()
-    before = module.weight.grad
-    DataParallel(module, TWO, executor="sequential")(numbers(4, 3))
-    assert module.weight.grad is before
 
 
 def test_frozen_parameters_stay_frozen():
@@ -232,29 +187,3 @@ def test_parametrizations_may_be_cached_inside_of_forward_only():
     assert_like_one_device(module, numbers(5, 3))
     with parametrize.cached(), pytest.raises(RuntimeError, match=r"inside torch\.nn\.utils\.parametrize\.cached\(\)"):
         DataParallel(module, TWO)(numbers(5, 3))
-
-
-def test_lazy_modules_are_refused_until_they_have_run():
-    module, x = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()).double().eval(), numbers(4, 3)
-    message = "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass"
-    for call in (DataParallel(module, TWO), lambda x: data_parallel(module, x, TWO)):
-        with pytest.raises(RuntimeError, match=message):
-            call(x)
-    DataParallel(module, ["cpu"])(x)  # a dummy forward pass on one device
-    assert_like_one_device(module, x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["script", "trace", "inside"])
-def test_scripted_modules(kind: str):
-    plain = mlp()
-    if kind == "trace":
-        module: Any = torch.jit.trace(plain, numbers(2, 3))
-    else:
-        module = torch.jit.script(plain)
-    if kind == "inside":
-        module = nn.Sequential(module, nn.Linear(2, 2).double())
-    message = r"DataParallel: there can be no replica of .*: (it|'0') is scripted or traced: pass the Python module"
-    with pytest.raises(RuntimeError, match=message):
-        DataParallel(module, TWO)(numbers(5, 3))
-    assert_close_tree(DataParallel(module, ["cpu"])(numbers(5, 3)), module(numbers(5, 3)))  # it is called itself

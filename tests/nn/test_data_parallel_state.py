@@ -4,7 +4,6 @@ import contextvars
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,21 +95,6 @@ def test_the_state_of_the_thread_is_that_of_the_caller(executor: Any):
         variable.reset(token)
     assert seen == [(False, True, False, torch.bfloat16, "meta", torch.float16, "set")] * 4
     assert out.dtype is torch.bfloat16
-
-
-def test_autocast_gives_the_gradients_of_one_device():
-    module, x = mlp().float(), numbers(6, 3).float()
-
-    def under_autocast(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(x).double()
-
-        return run
-
-    for _ in range(2):
-        got = value_and_grads(under_autocast(DataParallel(module, ["cpu"] * 3)), module, x)
-        assert_close_tree(got, value_and_grads(under_autocast(module), module, x), 2e-2)
 
 
 def test_the_call_has_a_name_in_profiles():

@@ -69,18 +69,6 @@ def test_transforms_over_the_wrapper(transform: Any):
         assert_close_tree(transform(got, params, x), transform(want, params, x))
 
 
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
-def test_transforms_of_the_wrapper_as_it_is(transform: str):
-    module, x = mlp(), numbers(4, 3)
-    shim = DataParallel(module, TWO)
-    function: Any = {
-        "grad": lambda model: torch.func.grad(lambda x: loss_of(model(x)))(x),
-        "jvp": lambda model: torch.func.jvp(model, (x,), (x,)),
-        "vmap": lambda model: torch.func.vmap(model)(torch.stack([x, 2 * x])),
-    }[transform]
-    assert_close_tree(function(shim), function(module))
-
-
 def test_forward_mode():
     module, x = mlp(), numbers(4, 3)
     shim = DataParallel(module, TWO)
@@ -109,27 +97,6 @@ def test_buffers_that_a_transform_may_not_write(transform: Any):
     assert_same_tree(module.state_dict(), one.state_dict())
     module.eval()
     assert_close_tree(transform(DataParallel(module, TWO), x), transform(module, x))
-
-
-def test_buffers_of_a_functional_call_are_those_that_were_given():
-    module, x = nn.BatchNorm1d(3).double(), numbers(6, 3)
-    before, one = copy.deepcopy(module.state_dict()), copy.deepcopy(module)
-    shim = DataParallel(module, TWO)
-    params = {name: parameter.detach() for name, parameter in shim.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in shim.named_buffers()}
-
-    def loss(params: Any, buffers: Any) -> tuple[Tensor, Any]:
-        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        return loss_of(torch.func.functional_call(shim, (params, buffers), (x,))), buffers
-
-    grads, after = torch.func.grad(loss, has_aux=True)(params, buffers)
-    one(x[:3])
-    assert_close_tree(
-        {name.removeprefix("module."): buffer for name, buffer in after.items()}, dict(one.named_buffers())
-    )
-    assert_same_tree(module.state_dict(), before)
-    want = torch.autograd.grad(loss_of(shim(x)), [*module.parameters()])
-    assert_close_tree(list(grads.values()), list(want))
 
 
 @pytest.fixture

@@ -181,14 +181,6 @@ def test_one_that_leads_back_to_itself(executor: Any):
     assert_close_tree(apply(state, X)[0], module(X))
 
 
-def test_recurrent_networks_keep_their_weights():
-    module = nn.LSTM(3, 2, batch_first=True).double()
-    weights = list(module._flat_weights)
-    for _ in range(2):
-        DataParallel(module, CPUS)(numbers(9, 4, 3))
-    assert all(now is weight for now, weight in zip(module._flat_weights, weights, strict=True))
-
-
 def test_replicas_share_them_with_the_module():
     module = Filling()
     parallel_apply(replicate(module, CPUS), list(X.chunk(3)))

@@ -10,7 +10,6 @@ import functools
 import gc
 import inspect
 import types
-import weakref
 from collections import OrderedDict, UserList
 from collections.abc import Callable
 from typing import Any
@@ -264,19 +263,6 @@ def test_an_object_that_gets_a_part_of_the_module_later(make, change, called_bef
         close(out, one)
         assert expected is None or torch.equal(out, expected)
         assert all(grad is not None for grad in torch.autograd.grad(out.sum(), list(params.values())))
-
-
-def test_a_trainer_that_gets_the_module_later_keeps_nothing_alive():
-    module = seeded(lambda: Holding(types.SimpleNamespace()))
-    apply, state = functional(module)
-    apply(state, *X())
-    module.__dict__["trainer"] = types.SimpleNamespace()
-    apply(state, *X())
-    module.trainer.model = module
-    ref = weakref.ref(module)
-    del module, apply
-    gc.collect()
-    assert ref() is None
 
 
 class Strict(dict[str, Any]):

@@ -232,64 +232,6 @@ def test_checkpoint_runs_again_with_the_same_tensors():
         close(gradients(out, params), gradients(expected, params))
 
 
-@pytest.mark.parametrize("part", ["list", "_modules", "_parameters"])
-def test_checkpoint_of_what_forward_took_out_of_a_container(part: str):
-    """The clone is used again in the backward by way of its containers, which nobody may have filled anew since."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(1, 1, bias=False)
-            self.list = [self.body]
-
-        def forward(self, x):
-            parts = {"list": self.list, "_modules": self._modules, "_parameters": self.body._parameters}[part]
-            keys = {"list": 0, "_modules": "body", "_parameters": "weight"}
-
-            def run(x):
-                found = parts[keys[part]]
-                return (found(x) if isinstance(found, nn.Module) else x @ found) ** 2
-
-            return checkpoint(run, x, use_reentrant=False)
-
-    apply, (params, _) = functional(Checkpointed())
-    threes = {name: torch.full_like(param, 3.0).requires_grad_() for name, param in params.items()}
-    outs = [apply((threes, {}), torch.full((1, 1), 2.0))[0] for _ in range(2)]
-    for out in outs:
-        close(out, torch.full((1, 1), 36.0))
-        close(torch.autograd.grad(out, list(threes.values())), (torch.full((1, 1), 24.0),))
-
-
-def test_output_that_is_a_container_of_the_module():
-    class Keeping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept = []
-
-        def forward(self, x):
-            self.kept.append(x)
-            return self.kept
-
-    module = Keeping()
-    apply, state = functional(module)
-    outs = [apply(state, torch.full((1,), float(i)))[0] for i in range(2)]
-    assert [[x.item() for x in out] for out in outs] == [[0.0], [1.0]]
-    assert module.kept == []
-
-
-def test_output_that_is_computed_later():
-    class Lazily(nn.Linear):
-        def forward(self, x):
-            return (nn.functional.linear(row, self.weight, self.bias) for row in x)
-
-    module = Lazily(3, 3)
-    apply, _ = functional(module)
-    (first, _), (second, _), (x,) = other_tensors(module), other_tensors(module), X()
-    one, two = apply((first, {}), x)[0], apply((second, {}), x)[0]
-    for out, params in ((one, first), (two, second)):
-        close(torch.stack(list(out)), nn.functional.linear(x, **params))
-
-
 COMPILED = ["batch norm", "buffers", "tied", "transformer", "spectral_norm", "plain attributes", "hooks"]
 
 

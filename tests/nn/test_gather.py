@@ -62,11 +62,6 @@ def test_targets_that_there_are_not(target: Any, error: type[Exception], message
         gather([numbers(2)], target)
 
 
-def test_gather_on_another_device():
-    joined = gather([{"x": numbers(2), "n": 1}, {"x": numbers(1).to("meta"), "n": 1}], "meta")
-    assert (joined["x"].device.type, joined["x"].shape, joined["n"]) == ("meta", (3,), 1)
-
-
 def test_scalars_become_a_vector():
     scalars = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
     with pytest.warns(UserWarning, match=SCALARS + " and return a vector"):
@@ -82,12 +77,6 @@ def test_scalars_become_a_vector_along_any_dim(dim: int):
     with pytest.warns(UserWarning, match=f"gather along dimension {dim}, but all input tensors were scalars"):
         joined = gather([{"loss": torch.tensor(1.0), "x": numbers(2, 1)}] * 2, "cpu", dim)
     assert_same_tree(joined, {"loss": torch.ones(2), "x": numbers(2, 1).expand(2, 2)})
-
-
-def test_one_output():
-    assert_same_tree(gather([(numbers(3), None, "a", 2)], "cpu"), (numbers(3), None, "a", 2))
-    with pytest.warns(UserWarning, match=SCALARS):
-        assert_same_tree(gather([torch.tensor(1.0)], "cpu"), torch.ones(1))
 
 
 def test_outputs_may_come_from_a_generator():
@@ -159,12 +148,6 @@ def test_gradient_of_gather():
     assert_same_tree([part.grad for part in parts], [numbers(3, 3)[:2], numbers(3, 3)[2:]])
     assert gradcheck(lambda *parts: gather(parts, "cpu"), parts)
     assert gradgradcheck(lambda *parts: gather(parts, "cpu"), parts)
-
-
-def test_gradient_of_a_complex_gather():
-    parts = tuple(numbers(2, rows, dtype=torch.complex128).requires_grad_() for rows in (1, 2))
-    assert gradcheck(lambda *parts: gather(parts, "cpu", -1), parts)
-    assert gradgradcheck(lambda *parts: gather(parts, "cpu", -1), parts)
 
 
 @pytest.mark.filterwarnings("ignore:Was asked to gather")

@@ -112,11 +112,6 @@ def test_no_warning_where_numbers_are_those_of_one_device(name: str):
     assert said(lambda: fdp.functional(network())[0](fdp.functional(network())[1], X)) == []
 
 
-def test_no_warning_from_data_parallel():
-    """It does what that of torch does."""
-    assert said(lambda: fdp.DataParallel(network(), device_ids=["cpu", "cpu"])(X)) == []
-
-
 def test_modes_are_those_of_the_call():
     module = network().eval()
     apply, state = fdp.functional(module)
@@ -127,11 +122,6 @@ def test_modes_are_those_of_the_call():
     assert len(said(lambda: fdp.dp_apply(apply, state, X, SLOTS))) == 1
     without = network(nn.BatchNorm1d(4, track_running_stats=False)).eval()
     assert len(said(lambda: by_dp_apply(without, SLOTS))) == 1
-
-
-def test_a_module_that_is_a_norm_itself():
-    (text,) = said(lambda: by_dp_apply(nn.BatchNorm1d(4), SLOTS))
-    assert text.startswith("Batch norm in train mode on 3 slots: a BatchNorm1d takes the statistics of ")
 
 
 def test_calls_within_calls():

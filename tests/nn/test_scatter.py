@@ -182,33 +182,10 @@ def test_dim_out_of_range():
         scatter({"x": numbers(4)}, cpus(2), 1)
 
 
-@pytest.mark.parametrize(
-    ("devices", "error", "message"),
-    [
-        ([], ValueError, "scatter: devices is empty"),
-        ({"cpu"}, TypeError, "scatter: devices must be None, a device or a sequence of devices, got set"),
-        (2, TypeError, r"scatter: devices=2 is a bare number"),
-        (["cpu", "gpu"], ValueError, "scatter: 'gpu' is no device that torch knows"),
-        (["cpu", None], TypeError, "scatter: None is no device"),
-        ([-1], ValueError, "scatter: there is no accelerator with index -1"),
-    ],
-    ids=["empty", "set", "number", "unknown", "None", "negative"],
-)
-def test_devices_of_scatter(devices: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        scatter(numbers(4), devices)
-
-
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), [torch.device("cpu"), "cpu:0"]], ids=["strings", "devices"])
 def test_ways_to_name_devices(devices: Any):
     assert_same_tree(scatter(numbers(4), devices), numbers(4).chunk(2))
     assert len(replicate(nn.Linear(1, 1), devices)) == 2
-
-
-def test_scatter_to_another_device():
-    on_cpu, on_meta = scatter((numbers(4), "a"), ["cpu", "meta"])
-    assert_same_tree(on_cpu, (numbers(4)[:2], "a"))
-    assert (on_meta[0].device.type, on_meta[0].shape, on_meta[1]) == ("meta", (2,), "a")
 
 
 def test_gradient_of_scatter():
@@ -316,15 +293,3 @@ def test_arguments_are_cut_each_by_itself_unless_that_would_lose_rows(rows: int,
             want = [(a, {"y": b}) for a, b in zip(*chunks, strict=False)]
             assert_same_tree(scatter((x, {"y": y}), cpus(slots)), want)
             assert [sum(len(a) for a, _ in want), sum(len(b["y"]) for _, b in want)] == [rows, other]
-
-
-def test_scatter_kwargs_along_another_dim():
-    args, keywords = scatter_kwargs((numbers(2, 3),), {"y": numbers(1, 3, 2).mT}, cpus(2), -1)
-    assert_same_tree(args, tuple((part,) for part in numbers(2, 3).chunk(2, 1)))
-    assert_same_tree(keywords, tuple({"y": part} for part in numbers(1, 3, 2).mT.chunk(2, 2)))
-
-
-def test_parts_of_a_keyword_may_be_changed():
-    _, (first, second) = scatter_kwargs((numbers(2),), {"flags": {"a": 1}}, cpus(2))
-    first["flags"]["a"] = 2
-    assert second == {"flags": {"a": 1}}

@@ -100,8 +100,3 @@ def test_cpp_uses_all_available_devices(count: int):
         output = data_parallel(Counting(), numbers(8, 10), ["cpu"] * count)
     assert_same_tree(output, torch.tensor([8.0 / count] * count) if count > 1 else torch.tensor(8.0))
     assert len(calls) == count
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-def test_cpp_uses_the_module_itself_without_devices():
-    assert_same_tree(data_parallel(nn.Identity(), numbers(8, 10)), numbers(8, 10))

@@ -255,7 +255,6 @@ pytree = _use("torch.utils._pytree", "types that are registered with torch only"
 _CALL = "two shards would swap tensors in one module: it is replaced for shards by fdp's"
 functional_call = _use("torch.nn.utils.stateless._functional_call", _CALL)
 reparametrize_module = _use("torch.nn.utils.stateless._reparametrize_module", "a module that is called in place")
-has_any_global_hook = _use("torch.nn.modules.module._has_any_global_hook", "hooks that every module has")
 dict_version = _use(
     "torch._C._dynamo.guards.dict_version", "has a dict been written to? The compiler asks for its guards", "2.13"
 )

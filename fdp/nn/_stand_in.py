@@ -25,21 +25,16 @@ _WHAT_FOLLOWS = (
 )
 
 
-def why_in_place(recipe: Recipe) -> str | None:
-    """Why a call is one of the module itself. A hook on all modules may know the user's, and no clone."""
-    return recipe.in_place or ("there is a hook on all modules" if torch_private.has_any_global_hook() else None)
-
-
 @contextlib.contextmanager
 def stand_in(module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any]) -> Iterator[Clone]:
     """As a context: what stands for the module with tensors under names of it; its own stand for those left out.
 
     Afterwards the dict has what is under the names of its buffers by then; other buffers are the module's.
     """
-    if why_in_place(recipe) is not None:
+    if recipe.in_place is not None:
         # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
         swap = torch_private.reparametrize_module(module, given, tie_weights=True, strict=False, stack_weights=True)
-        with _alone(module, recipe), swap:
+        with _alone(module, recipe.in_place), swap:
             yield Clone([module])
         return
     names, tensors = recipe.usual, {None: None, **given}
@@ -67,14 +62,13 @@ _GONE = object()
 
 
 @contextlib.contextmanager
-def _alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
+def _alone(module: nn.Module, why: str) -> Iterator[None]:
     """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
-    why = why_in_place(recipe)
     refuse_beside(
         "a module that can only be called in place",
         f"because {why}, and others would call it meanwhile. Pass executor='sequential', or remove what leads back",
     )
-    if recipe.in_place and differences() is None:
+    if differences() is None:
         text = f"Calls of this {type(module).__name__} run on the module itself, one at a time: {why}. {_WHAT_FOLLOWS}"
         say_once(_SAID, module, text, UserWarning)
     with exclusively():

@@ -198,12 +198,6 @@ def test_backward_adds_up_over_replicas_and_calls():
     assert_close_tree([parameter.grad for parameter in module.parameters()], [2 * grad for grad in want])
 
 
-def test_differentiable_twice():
-    module, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), numbers(3, 2).requires_grad_()
-    shim = DataParallel(module, TWO)
-    assert torch.autograd.gradgradcheck(lambda x, *_: shim(x), (x, *module.parameters()))
-
-
 def test_replicas_run_side_by_side():
     meeting, threads = threading.Barrier(4), set()
 

@@ -24,12 +24,6 @@ def sizes_seen(rows: int, slots: int, **options: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4, 7])
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 9, 15])
-def test_rows_are_cut_as_torch_chunk_does(rows: int, slots: int):
-    assert sizes_seen(rows, slots) == [len(part) for part in torch.arange(rows).chunk(slots)]
-
-
 def test_zero_rows_reach_every_slot():
     assert sizes_seen(0, 3) == [0, 0, 0]
 
@@ -126,12 +120,6 @@ def test_where_nothing_is_split_the_module_runs_once(args: Any, slots: int):
     assert_same_tree(outputs_of(fn, *args, slots=slots), numbers(2, 3))
     assert len(calls) == 1
     assert_same_tree(calls[0], args)
-
-
-def test_keyword_arguments_alone():
-    module, x = mlp(), numbers(5, 3)
-    assert_close_tree(DataParallel(module, TWO)(input=x), module(x))
-    assert_close_tree(data_parallel(module, None, TWO, module_kwargs={"input": x}), module(x))
 
 
 def test_one_row_of_keyword_arguments_and_objects_beside_it():

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fdp import DataParallel
 from tests.common.numbers import numbers
-from tests.nn.modules_of_data_parallel import Recurrent, assert_like_one_device, loss_of, mlp
+from tests.nn.modules_of_data_parallel import Recurrent, assert_like_one_device, mlp
 
 TWO = ["cpu", "cpu"]
 
@@ -31,27 +31,6 @@ def test_parameters_are_there_inside():
     assert [each[:2] for each in seen] == [(names, names)] * 2
     assert len({id(each[2]) for each in seen}) == 2
     assert_like_one_device(module, numbers(4, 3))
-
-
-def test_unused_parameters_keep_no_gradient():
-    """Torch gives them zeros."""
-    module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).double()
-    module.forward = lambda x: module["used"](x)
-    other = Half()
-    for each in (module, other):
-        loss_of(DataParallel(each, TWO)(numbers(4, 3))).backward()
-    assert module["unused"].weight.grad is None
-    assert other.unused.grad is None
-    assert other.used.weight.grad is not None
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 2).double(), nn.Parameter(numbers(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
 
 
 def test_frozen_parameters_stay_frozen():

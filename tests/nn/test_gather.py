@@ -71,18 +71,6 @@ def test_scalars_become_a_vector():
     assert_same_tree(torch.stack([scalar.grad for scalar in scalars]), numbers(3))
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_scalars_become_a_vector_along_any_dim(dim: int):
-    """Torch raises an IndexError."""
-    with pytest.warns(UserWarning, match=f"gather along dimension {dim}, but all input tensors were scalars"):
-        joined = gather([{"loss": torch.tensor(1.0), "x": numbers(2, 1)}] * 2, "cpu", dim)
-    assert_same_tree(joined, {"loss": torch.ones(2), "x": numbers(2, 1).expand(2, 2)})
-
-
-def test_outputs_may_come_from_a_generator():
-    assert_same_tree(gather((numbers(2) for _ in range(2)), "cpu"), numbers(2).repeat(2))
-
-
 def test_gather_keeps_types():
     """Torch raises for dataclasses and lists of numbers, and makes strings of nonsense."""
     first, second = (

@@ -6,7 +6,6 @@
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 import copy
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from fdp import DataParallel
-from fdp.nn import gather, parallel_apply, replicate, scatter
+from fdp.nn import parallel_apply, replicate
 from tests.common.comparing import assert_close_tree, assert_same_tree, unharmed
-from tests.common.containers import tensors_of
 from tests.common.numbers import numbers
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -197,29 +195,6 @@ def test_odd_parameters(shape: tuple[int, ...], dtype: torch.dtype):
         assert_same_tree([replica.odd, replica.other], [module.odd, module.other])
 
 
-def test_lists_and_dicts_of_parameters():
-    """Torch's replicas of them are empty to parameters()."""
-    module = nn.ModuleDict(
-        {
-            "list": nn.ParameterList([numbers(2), numbers(3)]),
-            "dict": nn.ParameterDict({"b": numbers(2), "a": numbers(1)}),
-        }
-    )
-    for replica in replicate(module, cpus(2)):
-        assert_same_tree([*replica["list"], *replica["dict"].values()], [*module["list"], *module["dict"].values()])
-        assert list(replica["dict"]) == list(module["dict"])
-        assert [tensor.requires_grad for tensor in replica.parameters()] == [True] * 4
-
-
-def test_recurrent_networks():
-    module = nn.LSTM(3, 2, num_layers=2, bidirectional=True)
-    x = numbers(4, 2, 3)
-    for replica in replicate(module, cpus(3)):
-        replica.flatten_parameters()
-        assert_close_tree(replica(x), module(x))
-        assert [id(weight) for weight in replica._flat_weights] == [id(param) for param in replica.parameters()]
-
-
 @pytest.mark.parametrize("make", [list, tuple, OrderedDict.fromkeys, iter], ids=["list", "tuple", "dict", "iterator"])
 def test_any_iterable_of_devices(make: Callable[[Any], Any]):
     assert len(replicate(nn.Linear(1, 1), make(["cpu", "cpu:0"]))) == 2
@@ -229,36 +204,6 @@ def test_any_iterable_of_devices(make: Callable[[Any], Any]):
 def test_a_set_of_devices():
     (replica,) = replicate(nn.Linear(1, 1), {"cpu"})
     assert isinstance(replica, nn.Linear)
-
-
-def test_lazy_modules():
-    message = r"Modules with uninitialized parameters can't be used with `DataParallel`\. Run a dummy forward pass"
-    with pytest.raises(RuntimeError, match=message):
-        replicate(nn.Sequential(nn.LazyLinear(2)), cpus(2))
-    with pytest.raises(RuntimeError, match=message):
-        replicate(nn.LazyBatchNorm1d(), cpus(1))
-
-
-def test_zero_grad_of_a_replica():
-    module = nn.Sequential(nn.Linear(2, 1))
-    first, second = replicate(module, cpus(2))
-    (first(numbers(1, 2)) + second(numbers(1, 2))).sum().backward()
-    before = module[0].weight.grad.clone()
-    for replica in (first, second[0]):
-        with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
-            replica.zero_grad()
-    assert_same_tree(module[0].weight.grad, before)
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_replicas_can_be_saved(detach: bool):
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    file = io.BytesIO()
-    torch.save(replicate(module, cpus(2), detach), file)
-    file.seek(0)
-    for loaded in torch.load(file, weights_only=False):
-        assert_same_tree(loaded.state_dict(), module.state_dict())
-        assert_close_tree(loaded(numbers(4, 2)), copy.deepcopy(module)(numbers(4, 2)))
 
 
 def test_copies_of_replicas():
@@ -326,35 +271,6 @@ def test_what_leads_back_to_the_module_is_refused(make: Callable[[nn.Module], An
     assert_close_tree(DataParallel(module, cpus(2))(x), want)
     assert len(list(module.parameters())) == 2
     assert_same_tree(module(x), want)
-
-
-def test_under_transforms():
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-
-        def forward(self, x: Tensor) -> Tensor:
-            parts = scatter(x, cpus(2))
-            return gather(parallel_apply(replicate(self.inner, cpus(len(parts))), parts), "cpu")
-
-    module, xs = Split(), numbers(5, 4, 2)
-    params = {name: param.detach() for name, param in module.named_parameters()}
-    alone = {name.removeprefix("inner."): param for name, param in params.items()}
-
-    def split(params: Any, x: Tensor) -> Tensor:
-        return (torch.func.functional_call(module, params, (x,)) ** 2).sum()
-
-    def whole(params: Any, x: Tensor) -> Tensor:
-        return (torch.func.functional_call(module.inner, params, (x,)) ** 2).sum()
-
-    for transform in (
-        lambda loss: torch.func.grad(loss, argnums=(0, 1)),
-        lambda loss: lambda params, x: torch.func.hessian(loss, argnums=1)(params, x),
-    ):
-        per_batch = torch.func.vmap(transform(split), (None, 0))(params, xs)
-        want = torch.func.vmap(transform(whole), (None, 0))(alone, xs)
-        assert_close_tree([*tensors_of(per_batch)], [*tensors_of(want)])
 
 
 def test_replicas_made_in_inference_mode():

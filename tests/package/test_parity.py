@@ -72,15 +72,12 @@ nn/test_data_parallel_buffers.py
     test_buffers_are_those_of_the_first_replica: U25 U96
     test_buffers_may_be_written_in_any_way: U25
 nn/test_data_parallel_failures.py
-    test_one_chunk_on_several_devices_has_notes_too: U23
-    test_the_exception_itself_arrives: U53
-    test_interrupts_pass: U54
+    test_one_chunk_on_several_devices_has_notes_too: U21 U23
 nn/test_data_parallel_hooks.py
     test_hooks_run_once_a_replica_in_torch_s_order: U95
     test_hooks_of_the_wrapper_run_once: U95
 nn/test_data_parallel_inputs.py
     test_where_nothing_is_split_the_module_runs_once: U19 U20
-    test_rows_are_cut_as_torch_chunk_does: U21
     test_inputs_of_the_function: U28 U31
     test_zero_rows_reach_every_slot: U36
 nn/test_data_parallel_methods.py
@@ -95,9 +92,7 @@ nn/test_data_parallel_outputs.py
     test_one_device_gives_back_what_the_module_returns: U22
     test_output_device_is_honoured_on_one_device: U22
     test_0_dim_outputs_become_a_vector: U23
-    test_values_that_are_no_tensors_are_returned_once: U60
 nn/test_data_parallel_parameters.py
-    test_unused_parameters_keep_no_gradient: U71
     test_modules_of_all_kinds: U102
 nn/test_data_parallel_state.py
     test_the_call_has_a_name_in_profiles: U14
@@ -112,7 +107,6 @@ nn/test_gather.py
     test_targets: U57
     test_minus_one_stands_for_the_cpu: U57
     test_scalars_become_a_vector: U58
-    test_scalars_become_a_vector_along_any_dim: U58
     test_gather_keeps_types: U60
     test_gather_concatenates: U61
     test_no_outputs: U62
@@ -145,13 +139,8 @@ nn/test_replicate.py
     test_replicas_have_hooks_of_their_own_and_share_lists: U72
     test_methods_on_the_instance_are_those_of_the_replica: U73
     test_plain_tensors_are_shared: U74
-    test_recurrent_networks: U75
-    test_lazy_modules: U76
-    test_lists_and_dicts_of_parameters: U79
     test_odd_parameters: U81 U82
-    test_replicas_can_be_saved: U93
     test_copies_of_replicas: U93
-    test_zero_grad_of_a_replica: U94
 nn/test_scatter.py
     test_scatter_cuts_where_chunk_cuts: U34 U35
     test_scatter_keeps_types: U34 U40
@@ -204,7 +193,7 @@ nn/test_upstream_data_parallel.py
     test_autocast: U101 T26
     test_data_parallel_model_no_refcycles: U104 T10
     test_data_parallel_buffers_requiring_grad: T01
-    test_data_parallel_lazy_linear: T03
+    test_data_parallel_lazy_linear: U76 T03
     test_parallel_apply: T04
     test_parallel_apply_autocast: T05
     test_parallel_apply_passes_exception: T06
@@ -222,7 +211,7 @@ nn/test_upstream_data_parallel.py
     test_gather_different_len_dicts: T22
     test_replicate: T23
     test_replicate_buffers: T24
-    test_zero_grad: T25
+    test_zero_grad: U94 T25
     test_save_replica_module: T27
     test_strided_grad_layout: T28
     test_data_parallel_module: T30

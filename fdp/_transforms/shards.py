@@ -35,11 +35,13 @@ def differentiate_by_autograd(plan: Plan, state: State) -> None:
     """Each loss, and its gradients by plain autograd."""
     options, is_attached = state.call.options, plan.gradients.is_attached
     for batch, lacks_slots in _rounds(plan, state):
-        shards = [Shard(i, state.columns[i], plan.gradients) for i in batch]
-        for shard in shards:
+        shards, leaves = list[Shard](), list[Tensor]()
+        for i in batch:
+            shard = Shard(i, state.columns[i], plan.gradients)
             shard.tensors = aliases(shard.tensors, is_attached)
-        # Collectives from here on are functions of these.
-        state.peers.begins_with([x for shard in shards for x in shard.tensors])
+            shards.append(shard)
+            leaves += shard.tensors
+        state.peers.begins_with(leaves)  # collectives from here on are functions of these
         slots, met = list(map(state.places.__getitem__, batch)), list[Shard]()
         tasks = list(map(partial, repeat(_differentiated), repeat(plan), repeat(state), shards))
         take = partial(_take, state, met)
@@ -91,7 +93,7 @@ def _take(state: State, met: list[Shard], _: int, shard: Shard) -> None:
         state.gradients.add(shard.index, shard.grads, shard.column)
 
 
-def _rounds(plan: Plan, state: State) -> list[tuple[Sequence[int], bool]]:
+def _rounds(plan: Plan, state: State) -> list[tuple[list[int], bool]]:
     """Shards in groups that have one of every slot: the first microbatch of each, then the second, and so on.
 
     For each, whether some slots have none.
@@ -99,16 +101,13 @@ def _rounds(plan: Plan, state: State) -> list[tuple[Sequence[int], bool]]:
     kind, slots, values = state.kind, state.pieces.slots, list(map(state.values.__getitem__, plan.gradients.at))
     state.gradients = Gradients(plan.gradients, values, len(slots), kind)
     state.outputs, state.aliases = [None] * len(slots), []
-    if len(set(slots)) == len(slots):
-        return [(range(len(slots)), False)] if slots else []
-    seen: dict[int, int] = {}
+    number = dict.fromkeys(slots, 0)
     rounds: list[list[int]] = []
     for i, slot in enumerate(slots):
-        number = seen.get(slot, 0)
-        seen[slot] = number + 1
-        if number == len(rounds):
+        if number[slot] == len(rounds):
             rounds.append([])
-        rounds[number].append(i)
+        rounds[number[slot]].append(i)
+        number[slot] += 1
     return [(batch, len(batch) < len(rounds[0])) for batch in rounds]
 
 

@@ -88,7 +88,9 @@ class Gradients:
         self._is_usual = own.usual is not None
         self._totals: list[Grad] = []
         self._added: list[float] = []  # how many gradients each is the sum of
-        self._parts: dict[int, list[Any]] = {i: [None] * shards for i in own.in_parts}
+        self._parts: dict[int, list[Any]] = {}
+        for i in own.in_parts:
+            self._parts[i] = [None] * shards
         self._packed: Packed = {}  # copies at home of gradients that are being added
 
     @functools.cached_property

@@ -1,6 +1,5 @@
 """All Hypothesis strategies: slots, rows, tensors, trees with the dims they are split along, and whole calls."""
 
-import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,30 +11,11 @@ import fdp
 from property_tests.functions import features, row_wise, sines, summary, value_and_grads
 from property_tests.places import ACCELERATOR, CPU, PLACES, moved
 from tests.common.containers import KINDS
+from tests.common.hard_trees import OTHERS, integers_whole, last
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool)
 EXACT = (torch.float64, torch.complex128)
-
-
-class Colour(enum.Enum):
-    """A leaf that is no tensor."""
-
-    RED = 1
-
-
-VALUES = ("text", b"bytes", 3, 2.5, 1j, True, float("nan"), Colour.RED, range(3), {1}, torch.float32, len)
-OTHERS = (*VALUES, object())
-
-
-def last(_: torch.Tensor) -> int:
-    """A function for in_dims: the last dimension."""
-    return -1
-
-
-def integers_whole(tensor: torch.Tensor) -> int | None:
-    """A function for in_dims: integers go whole to every slot."""
-    return 0 if tensor.is_floating_point() or tensor.is_complex() else None
 
 
 # ---- calls

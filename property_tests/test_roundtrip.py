@@ -14,7 +14,6 @@ import fdp
 from property_tests.comparing import assert_same, ties_of
 from property_tests.places import ACCELERATOR, CPU, memory_of, moved
 from property_tests.strategies import (
-    VALUES,
     Split,
     batches,
     devices,
@@ -25,6 +24,7 @@ from property_tests.strategies import (
     weights,
 )
 from tests.common.containers import Point, tensors_of
+from tests.common.hard_trees import VALUES
 
 STATES = ("plain", "grad", "parameter", "result", "inference")
 

@@ -1,19 +1,36 @@
 """One table of hard trees: of every kind of container, leaf, dtype and layout, and of every way to give dims."""
 
 import enum
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.common.containers import Batch, Keywords, KnownToFdp, KnownToOptree, KnownToTorch, Late, Output, Pixel, Point
+from tests.common.containers import KINDS, Batch, Pixel, Point
 from tests.common.numbers import DTYPES, numbers
 
 
 class Colour(enum.Enum):
+    """A leaf that is no tensor."""
+
     RED = 1
+
+
+VALUES = ("text", b"bytes", 3, 2.5, 1j, True, float("nan"), Colour.RED, range(3), {1}, torch.float32, len)
+OTHERS = (*VALUES, object())
+"""Leaves that are no tensors; the last is equal to nothing else."""
+
+
+def last(_: Tensor) -> int:
+    """A function for in_dims: the last dimension."""
+    return -1
+
+
+def integers_whole(tensor: Tensor) -> int | None:
+    """A function for in_dims: integers go whole to every slot."""
+    return 0 if tensor.is_floating_point() or tensor.is_complex() else None
 
 
 class Hard(NamedTuple):
@@ -23,18 +40,10 @@ class Hard(NamedTuple):
     dims: Any = 0
 
 
-def _last(_: Tensor) -> int:
-    return -1
-
-
-def _floats_only(tensor: Tensor) -> int | None:
-    return 0 if tensor.is_floating_point() else None
-
-
-def _late(x: Any, late: Any) -> Late:
-    obj = Late(x)
-    obj.late = late
-    return obj
+def _of_kind(kind: type) -> Hard:
+    """A container of tensors, and of a list of one."""
+    arity = max(KINDS[kind].arities)
+    return Hard(lambda rows: KINDS[kind].make([[numbers(rows, 1)], numbers(rows), numbers(rows, 2), None][:arity]))
 
 
 def _tied(rows: int) -> Any:
@@ -42,31 +51,14 @@ def _tied(rows: int) -> Any:
     return {"b": x, "a": [x, x[:]]}
 
 
-OPAQUE = object()
-
 TREES: dict[str, Hard] = {
     "tensor": Hard(lambda rows: numbers(rows, 3)),
-    "tuple": Hard(lambda rows: (numbers(rows), numbers(rows, 2))),
-    "list": Hard(lambda rows: [numbers(rows), [numbers(rows, 2)]]),
-    "dict": Hard(lambda rows: {"b": numbers(rows), "a": {"d": numbers(rows, 1), "c": numbers(rows)}}),
-    "dict-mixed-keys": Hard(lambda rows: {"b": numbers(rows), 3: numbers(rows, 2), ("t", 1): None, None: "s"}),
-    "ordered-dict": Hard(lambda rows: OrderedDict(b=numbers(rows), a=numbers(rows, 2))),
-    "defaultdict": Hard(lambda rows: defaultdict(list, {"b": numbers(rows), "a": [numbers(rows)]})),
-    "deque": Hard(lambda rows: deque([numbers(rows), 1, numbers(rows, 2)], maxlen=5)),
-    "namedtuple": Hard(lambda rows: Point(numbers(rows), Pixel(numbers(rows, 2), "v"))),
-    "structseq": Hard(lambda rows: torch.return_types.max((numbers(rows, 2), numbers(rows, 2, dtype=torch.int64)))),
-    "dataclass": Hard(lambda rows: Batch(numbers(rows), [numbers(rows)])),
-    "dataclass-frozen": Hard(lambda rows: Keywords(x=numbers(rows), y=Batch(numbers(rows, 2)))),
-    "dataclass-late": Hard(lambda rows: _late(numbers(rows), numbers(rows, 2))),
-    "dataclass-dict": Hard(lambda rows: Output(logits=numbers(rows), hidden=(numbers(rows, 2), numbers(rows)))),
-    "known-to-optree": Hard(lambda rows: KnownToOptree(numbers(rows), {"a": numbers(rows)})),
-    "known-to-fdp": Hard(lambda rows: KnownToFdp(numbers(rows), {"a": numbers(rows)})),
-    "known-to-torch": Hard(lambda rows: KnownToTorch(numbers(rows), KnownToTorch(numbers(rows, 2), 1))),
-    "empty-containers": Hard(lambda rows: {"x": numbers(rows), "e": [(), [], {}, None, deque(), OrderedDict()]}),
-    "other-leaves": Hard(
-        lambda rows: [numbers(rows), "s", b"b", 3, True, 2.5, 1j, float("nan"), Colour.RED, len, range(3), {1}, OPAQUE]
+    **{kind.__name__: _of_kind(kind) for kind in KINDS},
+    "nested": Hard(
+        lambda rows: {"b": Point(numbers(rows), Pixel(numbers(rows, 2), "v")), None: [Batch(numbers(rows))]}
     ),
-    "torch-leaves": Hard(lambda rows: (numbers(rows), torch.float16, torch.device("cpu"), torch.Size([2]), Tensor)),
+    "empty-containers": Hard(lambda rows: {"x": numbers(rows), "e": [(), [], {}, None, deque()]}),
+    "other-leaves": Hard(lambda rows: [numbers(rows), *OTHERS, torch.device("cpu"), torch.Size([2]), Tensor]),
     "0-dim": Hard(lambda rows: {"x": numbers(rows), "s": torch.tensor(2.5), "n": torch.tensor(7)}),
     "dtypes": Hard(lambda rows: {dtype: numbers(rows, 2, dtype=dtype) for dtype in DTYPES}),
     "special-values": Hard(lambda rows: torch.tensor([float("nan"), float("inf"), -0.0]).repeat(rows, 1)),
@@ -88,8 +80,8 @@ TREES: dict[str, Hard] = {
     "prefix-names": Hard(
         lambda rows: Batch(Point(numbers(rows), numbers(2, rows)), numbers(5)), {"x": {"y": 1}, "y": None}
     ),
-    "functions": Hard(lambda rows: {"a": numbers(2, rows), "b": [numbers(1, 1, rows), 1]}, _last),
-    "function-whole": Hard(lambda rows: (numbers(rows), numbers(5, dtype=torch.int64)), _floats_only),
+    "functions": Hard(lambda rows: {"a": numbers(2, rows), "b": [numbers(1, 1, rows), 1]}, last),
+    "function-whole": Hard(lambda rows: (numbers(rows), numbers(5, dtype=torch.int64)), integers_whole),
     "items": Hard(
         lambda rows: {"images": [numbers(i, 2) for i in range(rows)], "names": tuple(map(str, range(rows)))},
         {"images": "items", "names": "items"},

@@ -52,6 +52,9 @@ def test_none_is_all_accelerators():
 )
 def test_one_device_however_it_is_spelled(devices: Any):
     assert devices_of(devices) == (CPU,)
+    if isinstance(devices, str | torch.device):
+        assert fdp.dp_apply(mul, W, numbers(5), ["cpu"] * 2, output_device=devices).device == CPU
+        assert fdp.gather(fdp.scatter(numbers(5), ["cpu"] * 2), device=devices).device == CPU
 
 
 def test_a_sequence_is_a_slot_each():
@@ -115,18 +118,9 @@ def test_wrong_devices(where: str, name: str):
 
 
 @no_accelerator
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        ("cuda", "device 'cuda' is not available. Available here: 'cpu'. To try several slots"),
-        (["cpu", "cuda:0"], "device 'cuda:0' is not available. Available here: 'cpu'. To try several slots"),
-        ("cuda:9", "device 'cuda:9' is not available. Available here: 'cpu'. To try several slots"),
-        ([0], "there is no accelerator with index 0. Available here: 'cpu'. To try several slots"),
-        (["cpu", 0], "there is no accelerator with index 0. Available here: 'cpu'. To try several slots"),
-        ("mps", "device 'mps' is not available. Available here: 'cpu'. To try several slots"),
-    ],
-)
-def test_accelerators_on_a_machine_without(devices: Any, message: str):
+@pytest.mark.parametrize("devices", ["cuda", ["cpu", "cuda:0"], "mps", [0]])
+def test_accelerators_on_a_machine_without(devices: Any):
+    message = r"(device '.*' is not available|there is no accelerator with index 0)\. Available here: 'cpu'\. To try"
     with pytest.raises(ValueError, match=rf"scatter: {message}"):
         fdp.scatter(numbers(3), devices)
     with pytest.raises(ValueError, match="virtual_devices: device 'cuda' is not available"):
@@ -153,15 +147,6 @@ def test_wrong_output_device(where: str, device: Any, error: type[Exception]):
     }
     with pytest.raises(error, match=rf"^{where}: .*(is no device|not available)"):
         calls[where]()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
-def test_output_device_however_it_is_spelled(device: Any):
-    x = numbers(5, 2)
-    out = fdp.dp_apply(mul, W, x, ["cpu", "cpu"], output_device=device)
-    assert out.device == CPU
-    assert torch.equal(out, x * W)
-    assert fdp.gather(fdp.scatter(x, ["cpu", "cpu"]), device=device).device == CPU
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -7,7 +7,7 @@ import torch
 
 import fdp
 from tests.common.comparing import assert_same_tree, unharmed
-from tests.common.containers import Batch, tensors_of
+from tests.common.containers import tensors_of
 from tests.common.numbers import numbers
 
 SLOTS = fdp.virtual_devices(3)
@@ -41,13 +41,6 @@ def test_tensors_are_on_their_slots_devices(copy: bool):
     replicated = fdp.replicate([numbers(2), 3], ["cpu", "meta"], copy=copy)
     assert [shard[0].device.type for shard in replicated.shards] == ["cpu", "meta"]
     assert replicated.devices == (torch.device("cpu"), torch.device("meta"))
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_tied_tensors_stay_tied_on_every_slot(copy: bool):
-    w = numbers(2)
-    for shard in fdp.replicate({"a": w, "b": Batch(w)}, SLOTS, copy=copy).shards:
-        assert shard["a"] is shard["b"].x
 
 
 @pytest.mark.parametrize("copy", [True, False])

@@ -101,25 +101,7 @@ def unpack(value: Any) -> Any:
     return a, b
 
 
-def loop(value: Any) -> Any:
-    for shard in value:  # noqa: B007
-        pass
-
-
-ITERATES = {
-    "unpack": unpack,
-    "loop": loop,
-    "star": lambda value: print(*value),
-    "list": list,
-    "tuple": tuple,
-    "zip": lambda value: next(zip(value, value, strict=True)),
-    "map": lambda value: next(map(len, value)),
-    "enumerate": lambda value: next(enumerate(value)),
-    "comprehension": lambda value: [shard for shard in value],  # noqa: C416
-    "sorted": sorted,
-    "iter": lambda value: next(iter(value)),
-    "reversed": reversed,
-}
+ITERATES = {"unpack": unpack, "list": list, "star": lambda value: print(*value), "reversed": reversed}
 
 
 @BOTH

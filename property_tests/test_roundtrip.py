@@ -41,12 +41,13 @@ def assert_same_slots(got: Any, want: Any) -> None:
 
 @given(st.data())
 def test_l3_gather_inverts_scatter(data: st.DataObject):
-    split = data.draw(splits())
+    split, keep = data.draw(splits()), data.draw(st.booleans())
     batch = data.draw(batches(split.rows, special=True, states=STATES))
-    sharded = fdp.scatter(batch.tree, split.devices, batch.dims, weights=split.weights)
+    sharded = fdp.scatter(batch.tree, split.devices, batch.dims, weights=split.weights, keep_empty=keep)
+    assert len(sharded) == split.slots or not keep
     joined = fdp.gather(sharded)
     assert_same(joined, batch.tree)
-    apart = fdp.scatter(batch.tree, [CPU] * split.slots, batch.dims, weights=split.weights)
+    apart = fdp.scatter(batch.tree, [CPU] * split.slots, batch.dims, weights=split.weights, keep_empty=keep)
     assert [ties_of(shard) for shard in sharded.shards] == [ties_of(shard) for shard in apart.shards]
     # What two slots had of a list is two tensors, if they are on two devices.
     assert ACCELERATOR or ties_of(joined) == ties_of(batch.tree)
@@ -74,15 +75,6 @@ def test_l3_ties(split: Split, place: Any):
         ties = ties_of(tree) if len(placed) == 1 else [0, 0, 0, 3, 3, 5]
     assert [ties_of(shard) for shard in placed.shards] == [ties] * len(placed)
     assert ties_of(fdp.gather(placed)) == ties
-
-
-@given(st.data())
-def test_l3_with_empty_shards(data: st.DataObject):
-    split = data.draw(splits())
-    batch = data.draw(batches(split.rows, special=True))
-    sharded = fdp.scatter(batch.tree, split.devices, batch.dims, weights=split.weights, keep_empty=True)
-    assert len(sharded) == split.slots
-    assert_same(fdp.gather(sharded), batch.tree)
 
 
 @given(st.data())
@@ -152,9 +144,9 @@ def sizes_of(rows: int, slots: int, shares: Any) -> tuple[int, ...]:
     return sizes
 
 
-@given(slot_counts(), st.integers(0, 50))
-def test_plan_is_balanced(slots: int, rows: int):
-    sizes = sizes_of(rows, slots, None)
+@given(slot_counts(), st.integers(0, 50), st.sampled_from([None, 1, 0.1, 7, 1e-300, 1e300]))
+def test_plan_is_balanced(slots: int, rows: int, share: float | None):
+    sizes = sizes_of(rows, slots, share and [share] * slots)
     assert len(sizes) == slots
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
@@ -175,11 +167,6 @@ def test_plan_is_proportional(data: st.DataObject):
     for (one, more), (other, less) in combinations(zip(sizes, shares, strict=True), 2):
         # More weight never means fewer rows, and of equals the first has more.
         assert one >= other if more >= less else one <= other
-
-
-@given(slot_counts(), st.integers(0, 50), st.sampled_from([1, 0.1, 7, 1e-300, 1e300]))
-def test_equal_weights_are_the_balanced_plan(slots: int, rows: int, share: float):
-    assert sizes_of(rows, slots, [share] * slots) == sizes_of(rows, slots, None)
 
 
 @given(splits())

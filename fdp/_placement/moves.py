@@ -5,7 +5,6 @@ All are plain differentiable torch, so autograd and torch.func need nothing spec
 
 import ctypes
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,14 +104,11 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 
 def promoted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the widest of their dtypes. Under autocast the dtype of a result may depend on its rows."""
-    dtypes = list(map(_dtype, tensors))
+    dtypes = [tensor.dtype for tensor in tensors]
     if dtypes.count(dtypes[0]) == len(dtypes):
         return list(tensors)
     dtype = functools.reduce(torch.promote_types, dtypes)
     return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in tensors]
-
-
-_dtype: Any = operator.attrgetter("dtype")
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

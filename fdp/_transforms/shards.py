@@ -5,11 +5,9 @@ slot: so its graph is gone before the next.
 """
 
 import contextlib
-import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,13 +167,10 @@ def sum_over_processes(plan: Plan, state: State) -> None:
 
 
 def _loss_of(losses: Sequence[Tensor], own: Sequence[float], device: torch.device, *, is_mean: bool) -> Tensor:
-    if {device} != set(map(_device, losses)):
+    if any(loss.device != device for loss in losses):
         losses = [to_device(loss, device, "loss") for loss in losses]
     losses = promoted(losses)
     return mean(losses, own) if is_mean else total(losses)
-
-
-_device: Any = operator.attrgetter("device")
 
 
 def _aux_of(state: State, auxes: Sequence[Tree]) -> Joined:

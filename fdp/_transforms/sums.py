@@ -1,6 +1,5 @@
 """Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
 
-import functools
 import operator
 from collections.abc import Sequence
 from itertools import islice
@@ -86,6 +85,7 @@ class Gradients:
         self._own, self._values = own, values
         self._device, self.sent_as, self._unused = kind.target, kind.reduce_dtype, kind.unused
         self._is_usual = own.usual is not None
+        self._known_homes: list[tuple[Tensor, Named, int]] | None = None
         self._totals: list[Grad] = []
         self._added: list[float] = []  # how many gradients each is the sum of
         self._parts: dict[int, list[Any]] = {}
@@ -93,11 +93,13 @@ class Gradients:
             self._parts[i] = [None] * shards
         self._packed: Packed = {}  # copies at home of gradients that are being added
 
-    @functools.cached_property
+    @property
     def _homes(self) -> list[tuple[Tensor, Named, int]]:
         """What each sum belongs to, and where that stands."""
-        each = zip(self._own.leaves, self._values, strict=True)
-        return [home for leaf, value in each for home in leaf.summed(value) or ()]
+        if self._known_homes is None:  # no `cached_property`, whose lock torch.compile does not trace
+            each = zip(self._own.leaves, self._values, strict=True)
+            self._known_homes = [home for leaf, value in each for home in leaf.summed(value) or ()]
+        return self._known_homes
 
     def _are_usual(self, grads: Sequence[Grad]) -> bool:
         try:

@@ -71,7 +71,7 @@ class Modules:
         # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
         if kind.__basicsize__ != nn.Module.__basicsize__ or hasattr(kind, "__del__"):
             self.reason = f"{kind.__name__} has __slots__ or __del__"
-        elif module._backward_hooks and not module._is_full_backward_hook:  # it refers to its module weakly
+        elif vars(module)["_backward_hooks"] and not module._is_full_backward_hook:  # it refers to its module weakly
             self.reason = f"{kind.__name__} has a hook of register_backward_hook: register_full_backward_hook"
         if id(module) not in self.numbers:
             self.numbers[id(module)] = len(self.all)

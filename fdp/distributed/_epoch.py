@@ -4,6 +4,7 @@ Who fails, is interrupted or leaves writes that into the store, closes its conne
 waits for it reads that there, and fails too. The next call begins the next epoch, which knows nothing of this one.
 """
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -103,12 +104,12 @@ class Epoch:
 
     def _finish(self, work: Any, tag: Tag) -> None:
         def wait(seconds: float) -> bool:
-            try:
+            with contextlib.suppress(RuntimeError):  # what comes next is not shown as a consequence of it
                 work.wait(datetime.timedelta(seconds=seconds))
-            except RuntimeError:
-                if not work.is_completed():
-                    return False
-                work.wait()
+                return True
+            if not work.is_completed():
+                return False
+            work.wait()
             return True
 
         self._until(wait, tag)

@@ -42,6 +42,8 @@ def join(
             raise ValueError(f"{where}: shards differ in structure: {path} is {one} in shard 0, {other} in shard {i}")
     resolve_specs(first)
     is_compiling = torch.compiler.is_dynamo_compiling()
+    if is_compiling:  # a dim may be a symbol there, which no message can hold
+        first.specs[:] = [int(spec) if isinstance(spec, int) else spec for spec in first.specs]
     columns: list[Column] = list(zip(*[flat.leaves for flat in flats], strict=True))
     if is_compiling or not all(_are_on(device, flat.leaves) for flat in flats):
         columns = _brought(columns, device, first)

@@ -33,7 +33,7 @@ class TensorPlan(LeafPlan):
         super().__init__(flat, index, value, partition)
         self.moves = any(device != value.device for device in partition.devices)
         self.is_cut = self.dim is not None and partition.sizes is not None
-        self.how = f"split along dim {self.dim}" if self.is_cut else "whole"
+        self.how = f"split along dim {int(self.dim or 0)}" if self.is_cut else "whole"
 
     def parts(self, value: Tensor, partition: Partition) -> Sequence[Tensor]:
         sizes = partition.sizes

@@ -26,6 +26,8 @@ from fdp.distributed._portable import bytes_in, has_data, pack, unpack
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
 _LOGGER = logging.getLogger("fdp.distributed")
+_WRITERS: dict[int, futures.ThreadPoolExecutor] = {}
+"""The thread that writes one file after the other, by process. Python waits for it at the end of the program."""
 _PENDING: dict[tuple[int, Path], "futures.Future[None]"] = {}
 """What is being written, by process and directory."""
 
@@ -114,9 +116,8 @@ class Checkpoints:
             self._files.write(step, state)
             return
         self._room = packed["leaves"]
-        thread = futures.ThreadPoolExecutor(1, "fdp-checkpoint")  # Python waits for it at the end of the program
-        _PENDING[os.getpid(), self._directory] = thread.submit(_write, self._files, step, state)
-        thread.shutdown(wait=False)
+        writer = _WRITERS.setdefault(os.getpid(), futures.ThreadPoolExecutor(1, "fdp-checkpoint"))
+        _PENDING[os.getpid(), self._directory] = writer.submit(_write, self._files, step, state)
 
     def wait(self) -> None:
         """Until a state that was saved with `wait=False` is on the disk. All processes call it.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fdp._transforms.arguments import check_function, dims_by_name
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.differentiate import Differentiation
-from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
 from fdp._trees.tracebacks import OF_JAX, api_boundary, warn
@@ -191,8 +190,6 @@ class _OnSlot:
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         frozen, buffers = kwargs.pop(_REST).values()
         recipe, states = recipe_of(self.module)
-        if recipe.takes_own_statistics():
-            say_own(self.module)
         given = {**params, **frozen, **{name: buffer.clone() for name, buffer in buffers.items()}}
         _make_parameters(given, recipe.own(states) or dict(self.module.named_parameters()))
         with stand_in(self.module, recipe, states, given) as made:

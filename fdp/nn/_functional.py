@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp._transforms.dropped_buffers import note_changed
-from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp._trees.listing import names, note_lists
 from fdp._trees.registry import register_leaf
@@ -44,8 +43,6 @@ class Apply:
         if torch.compiler.is_dynamo_compiling():  # the compiler traces torch's own
             return _apply_traced(module, params, buffers, args, kwargs)
         recipe, states = recipe_of(module)
-        if recipe.takes_own_statistics():
-            say_own(module)
         _check_names(params, buffers, recipe.params, recipe.buffers)
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         given = {**params, **copies}

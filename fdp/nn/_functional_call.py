@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fdp._execution.guards import stand_in_for_functional_call
-from fdp._transforms.own_statistics import say_own
 from fdp._trees import torch_private
 from fdp.nn._recipe import recipe_of
 from fdp.nn._stand_in import Tensors, stand_in
@@ -63,8 +62,6 @@ def functional_call(
     given, kwargs = _merge(params_and_buffers), kwargs or {}
     args = () if args is None else args if isinstance(args, tuple) else (args,)
     recipe, states = recipe_of(module)
-    if recipe.takes_own_statistics():
-        say_own(module)
     known = {name: x for name, x in given.items() if tie_weights and name in recipe.names and isinstance(x, Tensor)}
     plain = len({recipe.names[name] for name in known}) == len(given) and not torch_private.is_tracing()
     plain = plain and not isinstance(module, torch.jit.ScriptModule | nn.DataParallel)

@@ -10,7 +10,7 @@ from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
 from fdp._placement.slot import IN_PLACE
 from fdp._placement.transfers import differences
-from fdp._transforms.own_statistics import say_once
+from fdp._transforms.own_statistics import say_once, say_own
 from fdp._trees import torch_private
 from fdp.nn._clone import Clone, clone
 from fdp.nn._recipe import Recipe
@@ -25,18 +25,29 @@ _WHAT_FOLLOWS = (
 )
 
 
-@contextlib.contextmanager
-def stand_in(module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any]) -> Iterator[Clone]:
+def stand_in(
+    module: nn.Module, recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any]
+) -> contextlib.AbstractContextManager[Clone]:
     """As a context: what stands for the module with tensors under names of it; its own stand for those left out.
 
     Afterwards the dict has what is under the names of its buffers by then; other buffers are the module's.
     """
-    if recipe.in_place is not None:
-        # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
-        swap = torch_private.reparametrize_module(module, given, tie_weights=True, strict=False, stack_weights=True)
-        with _alone(module, recipe.in_place), swap:
-            yield Clone([module])
-        return
+    if recipe.takes_own_statistics():
+        say_own(module)
+    if (why := recipe.in_place) is None:
+        return _clone(recipe, states, given)
+    refuse_beside(
+        "a module that can only be called in place",
+        f"because {why}, and others would call it meanwhile. Pass executor='sequential', or remove what leads back",
+    )
+    if differences() is None:
+        text = f"Calls of this {type(module).__name__} run on the module itself, one at a time: {why}. {_WHAT_FOLLOWS}"
+        say_once(_SAID, module, text, UserWarning)
+    return _in_place(module, given)
+
+
+@contextlib.contextmanager
+def _clone(recipe: Recipe, states: Sequence[Attributes], given: dict[str, Any]) -> Iterator[Clone]:
     names, tensors = recipe.usual, {None: None, **given}
     if [*given] != [*names]:
         names = {recipe.names[name]: name for name in given}
@@ -62,18 +73,13 @@ _GONE = object()
 
 
 @contextlib.contextmanager
-def _alone(module: nn.Module, why: str) -> Iterator[None]:
-    """Held while tensors are swapped inside a user's module. A thread that waits for others here would wait forever."""
-    refuse_beside(
-        "a module that can only be called in place",
-        f"because {why}, and others would call it meanwhile. Pass executor='sequential', or remove what leads back",
-    )
-    if differences() is None:
-        text = f"Calls of this {type(module).__name__} run on the module itself, one at a time: {why}. {_WHAT_FOLLOWS}"
-        say_once(_SAID, module, text, UserWarning)
-    with exclusively():
+def _in_place(module: nn.Module, given: dict[str, Any]) -> Iterator[Clone]:
+    """Tensors are swapped inside the user's module, under a lock. A thread that waits for others here waits forever."""
+    # In the order of a stack: where one module has two names, what is put back last must be its own tensors.
+    swap = torch_private.reparametrize_module(module, given, tie_weights=True, strict=False, stack_weights=True)
+    with exclusively(), swap:
         token = IN_PLACE.set(True)
         try:
-            yield
+            yield Clone([module])
         finally:
             IN_PLACE.reset(token)

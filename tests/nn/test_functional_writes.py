@@ -145,8 +145,9 @@ def test_a_module_that_is_called_itself_says_so_once():
     apply, state = functional(module)
     with pytest.warns(
         UserWarning, match=r"Calls of this Sequential run on the module itself.*: _forward_hooks\.\d+ leads"
-    ):
+    ) as said:
         apply(state, torch.ones(3))
+    assert [warning.filename for warning in said] == [__file__]
     assert vars(module[0])["noted"]  # what forward writes stays
     with warnings.catch_warnings():
         warnings.simplefilter("error")

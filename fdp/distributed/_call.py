@@ -13,7 +13,6 @@ from fdp._placement.sharded import leaf_tensors
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
 from fdp._trees.graph import captured
-from fdp._trees.listing import differing
 from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import AllReduce, GradientSum
@@ -21,7 +20,7 @@ from fdp.distributed._chain import Chain, Link
 from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import MOST, meet, objects, same_of, sums
 from fdp.distributed._outputs import Outline, Own, weighted
-from fdp.distributed._places import END, Elsewhere, Tag
+from fdp.distributed._places import END, Tag
 from fdp.distributed._sum import SCALE
 from fdp.distributed._table import MeshSlot, Table
 
@@ -203,15 +202,13 @@ class MeshCall(PeerCall):
 
     def exchange(self, own: Own | None, text: str = "", more: Any = None) -> Ended:
         """What all have come to, but for tensors. What is not here is then known as in others."""
-        tag = self.ending(same_of((self.number, self.kind.number)), own, text)
-        mine = (own and own.outline, text, self.has_asked, more) if self.is_active else None
-        every = objects(self.epoch, mine, tag)
+        mine, same = None, 0  # who has no rows does not know
+        if self.is_active:
+            same = same_of((self.number, self.kind.number, own and own.text, text))
+            mine = own and own.outline, self.has_asked, more
+        every = objects(self.epoch, mine, self.ending(same, own, text))
         active = [rank for rank, found in enumerate(every) if found is not None]
-        outlines, texts, asked, added = (list(column) for column in zip(*filter(None, every), strict=True))
-        said = [f"{outline.text if outline else ''}\n{text}" for outline, text in zip(outlines, texts, strict=True)]
-        if len(set(said)) > 1:
-            different = differing(said, [f"process {rank}" for rank in active])
-            raise Elsewhere(f"{self.where}: the processes do not fit together: {different}")
+        outlines, asked, added = (list(column) for column in zip(*filter(None, every), strict=True))
         if own is not None:
             own.agree(active, outlines)
         weight = sum(outline.weight for outline in outlines if outline)

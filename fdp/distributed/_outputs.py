@@ -33,12 +33,11 @@ class LeafKind(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What a process has come to, but for the tensors: what has to be the same in all is said in the text."""
+    """What a process has come to, but for the tensors."""
 
     tree: Tree
     specs: list[Any]
     kinds: list[Any]
-    text: str
     weight: float
     values: dict[int, Any]
 
@@ -105,7 +104,7 @@ class Own:
             return None
         tree = unflatten(flat.structure, [0] * len(self.kinds))
         values = {i: _sendable(value) for i, value in self.values.items()}
-        return Outline(tree, flat.specs, self.kinds, self.text, self.weight, values)
+        return Outline(tree, flat.specs, self.kinds, self.weight, values)
 
     @property
     def text(self) -> str:

@@ -67,6 +67,8 @@ def unlike(places: Mapping[int, Waiting]) -> str:
         hint = ". A process without rows cannot follow collectives: give every process rows (drop_last=True, padding)"
         more = hint if any("no rows here" in place.text for place in places.values()) else ""
         return f"the processes are at different places: {each}. All must do the same in the same order{more}"
+    who_know = [rank for rank in ranks if places[rank].same]
+    ranks = who_know if len(who_know) > 1 else ranks
     each = differing([places[rank].text for rank in ranks], [f"process {rank}" for rank in ranks])
     return f"{names[0].removeprefix(END)}: the processes do not fit together: {each}"
 

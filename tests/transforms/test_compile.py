@@ -138,10 +138,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-# "value_and_grad" by itself is compiled by tests below, and with aux in docs/how_to/compile.md; the others stand beside
-# one with more.
+# The others stand beside one with more.
 RARE = [
-    *("dp_apply", "shard_map", "value_and_grad", "value_and_grad-aux", "value_and_grad-microbatches"),
+    *("dp_apply", "shard_map", "value_and_grad", "value_and_grad-aux"),
     *(f"dp_apply-{rare}" for rare in ("several", "function-dims", "attribute", "dataclass", "namedtuple", "weights")),
     *(f"dp_apply-{rare}" for rare in ("kwargs", "registered", "items", "nested", "output", "zero-rows")),
     *(f"value_and_grad-{rare}" for rare in ("weights", "prefix", "dataclass", "argnums", "tree", "sum", "count")),

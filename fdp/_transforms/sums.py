@@ -1,6 +1,5 @@
 """Gradients of shards, put together as gradients of the arguments: the adjoint of placing them."""
 
-import math
 import operator
 from collections.abc import Sequence
 from itertools import islice
@@ -62,15 +61,10 @@ def gradient_plan(
     are_plain = _PLAIN.issuperset(map(type, values)) and not (needs_func or in_parts)
     if are_plain and all(accumulator(value.dtype) is value.dtype for value in values):
         usual = [(value.dtype, target or value.device, torch.strided, False) for value in values]
-    are_small = are_plain and all(value.layout is torch.strided and _nbytes(value) < LARGE for value in values)
+    are_small = are_plain and all(value.layout is torch.strided and value.nbytes < LARGE for value in values)
     at, are_tensors = tuple([leaf.index for leaf in leaves]), all(isinstance(value, Tensor) for value in values)
     own = tuple(leaves), at, tuple(structures), are_tensors, in_parts, usual, are_small
     return GradientPlan(*own, needs_func, is_attached)
-
-
-def _nbytes(value: Tensor) -> int:
-    """As `Tensor.nbytes`, also where torch.compile traces for any size, and sizes are symbols."""
-    return math.prod(value.shape) * value.dtype.itemsize
 
 
 _home_of: Any = operator.attrgetter("dtype", "device", "layout", "requires_grad")
@@ -98,7 +92,6 @@ class Gradients:
         for i in own.in_parts:
             self._parts[i] = [None] * shards
         self._packed: Packed = {}  # copies at home of gradients that are being added
-        self._known_homes: list[tuple[Tensor, Named, int]] | None = None
 
     @property
     def _homes(self) -> list[tuple[Tensor, Named, int]]:

@@ -130,12 +130,12 @@ def _common_rows(
     flats: Sequence[Flat], sized: Sequence[tuple[str, tuple[int, ...]]], where: str, whole: str = WHOLE
 ) -> int | None:
     """The rows that all split leaves have, None if there is no such leaf."""
-    split = [
+    found = [
         (flat, i, rows_of(leaf, spec))
         for flat in flats
         for i, (leaf, spec) in enumerate(zip(flat.leaves, flat.specs, strict=True))
-        if rows_of(leaf, spec) >= 0
     ]
+    split = [each for each in found if each[2] >= 0]
     rows = [sum(sizes) for _, sizes in sized] + [size for _, _, size in split]
     if any(size != rows[0] for size in rows):
 

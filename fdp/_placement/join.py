@@ -50,9 +50,10 @@ def join(
     problems: list[tuple[int, str]] = []
     leaves: list[Any] = []
     joined: dict[Any, Any] = {}
+    # While compiling, ids would become guards on these very tensors.
+    has_ties = not is_compiling and len(set(map(id, first.leaves))) < len(first.leaves)
     for i, (column, spec) in enumerate(zip(columns, first.specs, strict=True)):
-        # Ids would become guards on these very tensors.
-        key = (spec, *(column if is_compiling else map(id, column))) if isinstance(column[0], torch.Tensor) else i
+        key = (spec, *map(id, column)) if has_ties and isinstance(column[0], torch.Tensor) else i
         if key not in joined:
             is_usual = not is_compiling and type(spec) is int and are_alike(column, spec)
             problem = None if is_usual else problem_of(column, spec, weights)

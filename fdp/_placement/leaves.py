@@ -31,7 +31,7 @@ class TensorPlan(LeafPlan):
 
     def __init__(self, flat: Flat, index: int, value: Tensor, partition: Partition) -> None:
         super().__init__(flat, index, value, partition)
-        self.moves = any(device != value.device for device in partition.devices)
+        self.moves = partition.devices.count(value.device) < len(partition.devices)
         self.is_cut = self.dim is not None and partition.sizes is not None
         self.how = f"split along dim {int(self.dim or 0)}" if self.is_cut else "whole"
 

@@ -20,7 +20,7 @@ from fdp.distributed._chain import Chain, Link
 from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import MOST, meet, objects, same_of, sums
 from fdp.distributed._outputs import Outline, Own, weighted
-from fdp.distributed._places import END, Tag
+from fdp.distributed._places import END, NO_ROWS_HERE, Tag
 from fdp.distributed._sum import SCALE
 from fdp.distributed._table import MeshSlot, Table
 
@@ -101,8 +101,8 @@ class MeshCall(PeerCall):
 
     def say(self) -> str:
         """What of the call has to be the same everywhere, for people."""
-        rows = "" if self.rows_here else "\nno rows here"
-        return f"slots {tuple(self.slots)}\n{self.kind.say()}\ncall {self.number}{rows}"
+        rows = "rows here" if self.rows_here else NO_ROWS_HERE
+        return f"slots {tuple(self.slots)}\n{self.kind.say()}\ncall {self.number}\n{rows}"
 
     def asked(self) -> Table:
         """The same, for somebody who wants to know his place."""

@@ -8,6 +8,8 @@ from fdp._trees.listing import differing
 from fdp._trees.tracebacks import text_of
 
 END = "the end of "
+NO_ROWS_HERE = "no rows here"
+_FOLLOW = ". A process without rows cannot follow collectives: give every process rows (drop_last=True, padding)"
 
 
 class Elsewhere(RuntimeError):
@@ -61,16 +63,18 @@ def fit(places: Sequence[Waiting]) -> bool:
 def unlike(places: Mapping[int, Waiting]) -> str:
     """In what they differ."""
     ranks = sorted(places)
-    names = [places[rank].name for rank in ranks]
+    names, texts = [places[rank].name for rank in ranks], [places[rank].text for rank in ranks]
     if len({name.removeprefix(END) for name in names}) > 1:
         each = ", ".join(f"{name} in process {rank}" for rank, name in zip(ranks, names, strict=True))
-        hint = ". A process without rows cannot follow collectives: give every process rows (drop_last=True, padding)"
-        more = hint if any("no rows here" in place.text for place in places.values()) else ""
-        return f"the processes are at different places: {each}. All must do the same in the same order{more}"
+        return f"the processes are at different places: {each}. All must do the same in the same order{_more(texts)}"
     who_know = [rank for rank in ranks if places[rank].same]
     ranks = who_know if len(who_know) > 1 else ranks
     each = differing([places[rank].text for rank in ranks], [f"process {rank}" for rank in ranks])
-    return f"{names[0].removeprefix(END)}: the processes do not fit together: {each}"
+    return f"{names[0].removeprefix(END)}: the processes do not fit together: {each}{_more([each])}"
+
+
+def _more(texts: Sequence[str]) -> str:
+    return _FOLLOW if any(NO_ROWS_HERE in text for text in texts) else ""
 
 
 def failed(notes: Mapping[int, Failure], call: int) -> tuple[str, list[str]]:

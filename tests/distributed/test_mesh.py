@@ -279,9 +279,11 @@ def gradients(seat: Seat, kind: str, transform: str, on: str) -> Any:
 def test_gradients(two: Pool, layout: Layout, kind: str):
     if kind == "count-in-one-process" and layout.rows == (1, 0):
         return  # the row does not count
+    if kind == "collectives" and layout.rows == (1, 0):
+        return  # a single slot has nobody to meet: the other process may or may not follow it
     one_device = kind not in ("collectives", "count-in-one-process") and "aux" not in kind
     same_at_all_scales(
-        two, layout, gradients, kind, "value_and_grad", "plain", one_device=one_device, meets=kind == "collectives"
+        two, layout, gradients, kind, "value_and_grad", "plain", one_device=one_device, needs_rows=kind == "collectives"
     )
 
 

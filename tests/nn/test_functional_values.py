@@ -26,7 +26,6 @@ from tests.nn.odd_modules import (
     called,
     close,
     contents,
-    each_module,
     other_tensors,
     rows,
     seeded,
@@ -115,7 +114,7 @@ def test_apply_is_the_module(make, args):
 
 
 @few()
-@each_module
+@as_torch
 @pytest.mark.parametrize("part", ["params", "buffers", "all", "pair", "one"])
 def test_functional_call_is_that_of_torch(make, args, part):
     module, oracle, inputs = seeded(make), seeded(make), args()

@@ -181,7 +181,7 @@ def measured(step: Callable[[Any, Any], Any], x: Any, y: Any, devices: tuple[tor
         times.append(time.perf_counter() - begin)
     with fdp.transfers() as log:
         step(x, y)
-    row: Row = {"ms": round(sorted(times)[len(times) // 2] * 1e3, 2), "copies by fdp": len(log)}
+    row: Row = {"ms": round(sorted(times)[len(times) // 2] * 1e3, 2), "leaves that fdp copies": len(log)}
     if on_cuda:
         row["host waits"] = host_waits(lambda: step(x, y))
         row["peak MB"] = [torch.cuda.max_memory_allocated(device) // 2**20 for device in devices]

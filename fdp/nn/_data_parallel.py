@@ -9,14 +9,14 @@ from torch import nn
 
 from fdp._execution.executor import check_executor
 from fdp._placement.devices import as_devices
-from fdp._placement.moves import to_device
+from fdp._placement.moves import copy, to_device
 from fdp._placement.partition import Partition, check_weights
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
 from fdp._trees.untraced import leave_all_alone
 from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
-from fdp.nn._replicate import check_placement, replicas_of
+from fdp.nn._replicate import Names, check_placement, replicas_of
 from fdp.nn._scatter_gather import Inputs, Keywords, as_target, check_dim, join_outputs, split_call
 from fdp.nn._write_back import put_buffer
 
@@ -180,7 +180,8 @@ def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
         for key, own in part._buffers.items() if path in made else ():
             new = made[path]._buffers.get(key, own)
             if own is not None and new is not None and own.device != new.device:
-                put_buffer(part._buffers, key, new.detach().to(own.device))  # the first device has no rows
+                name = Names([f"{path}.{key}" if path else key])
+                put_buffer(part._buffers, key, copy(new.detach(), own.device, name, 0))  # the first device has no rows
             elif new is not own:
                 part._buffers[key] = new
 

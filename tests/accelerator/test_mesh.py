@@ -197,7 +197,7 @@ def waits(mesh: Any, device: torch.device) -> Any:
 def test_steps_wait_for_their_device_where_a_count_is_read_alone(found: dict[str, list[Any]]):
     for own in found["waits"]:
         ((line, times),) = own.pop("count").items()
-        assert line.startswith("copy to the host in _transforms/shards.py:")
+        assert line.startswith("copy to the host in _transforms/")
         assert times == 1
         assert own == {"plain": {}, "microbatches": {}, "seed": {}, "backward": {}}
 

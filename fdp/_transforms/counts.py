@@ -68,9 +68,9 @@ def ask_count(plan: Plan, state: State) -> None:
 
 def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
     """What a shard counts in the mean. It must be a constant: the weights of the shards are not differentiated."""
-    if torch_private.fake_mode() is not None:  # nobody can know
-        return 1.0
     shard, around = Shard(i, state.columns[i], plan.gradients), state.around
+    if torch_private.fake_mode() is not None:
+        return _count_of_fakes(state, shard)
     found: list[float | Tensor] = []
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -88,6 +88,15 @@ def _count_of(plan: Plan, state: State, i: int) -> float | Tensor:
         with torch.enable_grad():
             call(*(leaf.detach().requires_grad_() for leaf in shard.tensors))
     return found[0]
+
+
+def _count_of_fakes(state: State, shard: Shard) -> float | Tensor:
+    """What a shard without values counts nobody can know: only whether it is a tensor."""
+    try:
+        value = state.run_shard(shard.leaves(shard.tensors), state.kind.count)
+    except RuntimeError:  # it asks for values
+        return 1.0
+    return value if isinstance(value, Tensor) and value.numel() == 1 else 1.0
 
 
 def _as_constant(value: Any, where: str, *, is_compiling: bool) -> float | Tensor:
@@ -117,5 +126,7 @@ def _read(values: Sequence[float | Tensor]) -> list[float]:
     if not tensors:
         return list(map(float, values))
     moved = [to_device(x, tensors[0].device, "count") for x in tensors]
+    if torch_private.fake_mode() is not None:
+        return [1.0] * len(values)
     found = iter(torch.stack(promoted(moved)).tolist())
     return [float(next(found)) if isinstance(x, Tensor) else x for x in values]

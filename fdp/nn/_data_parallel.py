@@ -98,7 +98,8 @@ class DataParallel(nn.Module, Generic[M]):
         devices = devices_of(device_ids, where)
         if len(devices) > 1 and isinstance(module, DataParallel | nn.DataParallel):
             raise TypeError(f"{where}: the module is a {type(module).__name__} already; pass its .module")
-        self.module, self.dim = module, dim
+        self.module = module
+        self.dim: int = dim
         self.device_ids = [index_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
         self.output_device = index_of(self.src_device_obj)

@@ -56,6 +56,8 @@ class SyncBatchNorm(torch_private.BatchNorm):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
     """
 
+    num_batches_tracked: Tensor | None
+
     def __init__(
         self,
         num_features: int,

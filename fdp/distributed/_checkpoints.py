@@ -22,6 +22,7 @@ from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, share
 from fdp.distributed._places import Tag
 from fdp.distributed._portable import bytes_in, has_data, pack, unpack
+from fdp.distributed._waits import in_thread
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1
@@ -117,7 +118,11 @@ class Checkpoints:
             return
         self._room = packed["leaves"]
         writer = _WRITERS.setdefault(os.getpid(), futures.ThreadPoolExecutor(1, "fdp-checkpoint"))
-        _PENDING[os.getpid(), self._directory] = writer.submit(_write, self._files, step, state)
+
+        def submit() -> None:
+            _PENDING[os.getpid(), self._directory] = writer.submit(_write, self._files, step, state)
+
+        in_thread(submit).result()  # an interrupt in `submit` would leave a thread that nobody ends
 
     def wait(self) -> None:
         """Until a state that was saved with `wait=False` is on the disk. All processes call it.

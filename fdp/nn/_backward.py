@@ -194,7 +194,7 @@ class _OnSlot:
         _make_parameters(given, recipe.own(states) or dict(self.module.named_parameters()))
         with stand_in(self.module, recipe, states, given) as made:
             out = self.loss(made.modules[0], *args, **kwargs)
-            now = dict(made.modules[0].named_buffers())
+            now = dict.fromkeys(buffers) | dict(made.modules[0].named_buffers())  # None: forward has dropped it
         if any(p.grad is not None for p in params.values() if p.is_leaf):
             raise RuntimeError(
                 "backward: the loss has called backward() itself. Return all that is to be differentiated"

@@ -521,18 +521,21 @@ def test_parameters_are_parameters(make: Callable[[], nn.Module]):
 
 
 class Late(nn.Module):
-    """Has one buffer that is None at first, and one that forward registers."""
+    """Has one buffer that is None at first, one that forward registers, and one that is used once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(3, 2)
         self.register_buffer("mean", None)
+        self.register_buffer("once", torch.tensor(5.0))
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = torch.ones(3) if self.mean is None else 2 * self.mean
         if not hasattr(self, "count"):
             self.register_buffer("count", torch.zeros(1))
         torch.as_tensor(self.count).add_(1)
+        once, self.once = self.once, None
+        x = x if once is None else x * once
         return self.head(x - self.mean) + torch.as_tensor(self.count)
 
 

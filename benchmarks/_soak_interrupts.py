@@ -22,7 +22,7 @@ from _soak_calls import is_close
 from torch import nn
 
 import fdp
-from fdp._execution import slot_threads
+from fdp._execution import thread_pool
 from fdp._execution.process_lock import is_held_here
 
 functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,10 +152,10 @@ def at_work() -> int:
 
 def lost() -> int:
     """How many wait for work that no call could find, also after a moment."""
-    return _after_a_moment(lambda: len(_frames()) - sum(map(len, slot_threads.IDLE.values())))
+    return _after_a_moment(lambda: len(_frames()) - sum(map(len, thread_pool.IDLE.values())))
 
 
-_IDLE = slot_threads._serve.__code__
+_IDLE = thread_pool._serve.__code__
 
 
 def _frames() -> list[Any]:

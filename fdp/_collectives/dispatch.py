@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
+from fdp._collectives.activation_checkpoint import replayed
 from fdp._collectives.axes import AxisName, axis_of, inside, names_of
-from fdp._collectives.checkpoint import replayed
 from fdp._collectives.combine import Undifferentiable
 from fdp._collectives.levels import Place
 from fdp._collectives.meeting import Brought, meet, said_of
 from fdp._collectives.operations import Extreme, Operation
 from fdp._placement.slot import Axis
 from fdp._trees import torch_private
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 

@@ -16,7 +16,7 @@ from fdp._collectives.axes import check_can_meet, inside
 from fdp._collectives.combine import Taken
 from fdp._collectives.meeting import exchange
 from fdp._collectives.operations import Operation
-from fdp._execution.slot_threads import advance
+from fdp._execution.thread_pool import advance
 from fdp._placement.slot import Axis
 from fdp._trees import torch_private
 

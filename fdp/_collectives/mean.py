@@ -13,7 +13,7 @@ from fdp._collectives.dispatch import reduced
 from fdp._collectives.operations import Sum
 from fdp._placement.moves import accumulator, is_inexact, layers
 from fdp._trees import torch_private
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree
 

@@ -23,9 +23,9 @@ from fdp._collectives.operations import Kinds, Operation
 from fdp._execution.run import Follows, Run
 from fdp._execution.thread_state import current_stream
 from fdp._placement.slot import AXES, Axis
-from fdp._placement.transfers import report_collective
+from fdp._placement.transfer_log import report_collective
 from fdp._trees.describe import lines_of
-from fdp._trees.listing import differing
+from fdp._trees.message_lists import differing
 from fdp._trees.profiling import stage
 from fdp._trees.tracebacks import text_of
 

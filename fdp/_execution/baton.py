@@ -69,7 +69,7 @@ class Tree:
         self.strands = [root]
         self.turn = (root,)  # a new tuple each time that the baton is passed on
         self.holder = HERE.holder
-        self.number = 0  # what the threads of its next call begin with: see `slot_threads`
+        self.number = 0  # what the threads of its next call begin with: see `thread_pool`
         self.open: dict[Any, Any] = {}  # meetings that are not over, each with `give_up`
 
     def pick(self) -> "Strand":

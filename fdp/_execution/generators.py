@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fdp._trees import torch_private
-from fdp._trees.at_once import at_once
+from fdp._trees.uninterrupted import at_once
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[torch.Generator]:

@@ -17,7 +17,7 @@ from fdp._execution.baton import HERE, Stop, Strand, Tree, strand_here
 from fdp._execution.forks import is_forked
 from fdp._execution.guards import install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, take_thread
+from fdp._execution.thread_pool import SlotThread, above_slots, advance, common_number, leave, take_thread
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import AXES, Slot

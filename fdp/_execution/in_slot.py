@@ -10,10 +10,10 @@ import torch
 from torch.autograd import profiler
 
 from fdp._placement.slot import AXES, Axis, Slot
-from fdp._placement.transfers import WATCHES
+from fdp._placement.transfer_log import WATCHES
 from fdp._trees import torch_private
-from fdp._trees.at_once import at_once
 from fdp._trees.profiling import NOTHING, stage
+from fdp._trees.uninterrupted import at_once
 
 
 def enter(slot: Slot, call: Callable[[], Any], run: Any) -> Any:

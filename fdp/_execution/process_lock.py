@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fdp._execution.baton import HERE, Holder
-from fdp._trees.at_once import at_once
+from fdp._trees.uninterrupted import at_once
 
 _LOCKS = [threading.Lock()]  # a thread may release it that has not taken it
 

@@ -5,7 +5,7 @@ waited for a core for some time goes on without.
 
 What holds at any time:
 
-- Each shard has a thread, whose nodes begin with one number (`slot_threads.py`): sums have the same bits in each run.
+- Each shard has a thread, whose nodes begin with one number (`thread_pool.py`): sums have the same bits in each run.
 - It stands in `_over` when it has ended, and the caller waits until all do. After an interrupt a shard that has not
   begun ends at once, and one that waits ends.
 - `_lock` is held while a shard comes to a meeting or ends, and no code of the user's runs in it. The caller, which an
@@ -29,12 +29,12 @@ from fdp._execution.baton import HEARS, Stop
 from fdp._execution.forks import is_forked
 from fdp._execution.guards import BESIDE, install
 from fdp._execution.run import Failures, Run, Take, Task
-from fdp._execution.slot_threads import SlotThread, above_slots, advance, common_number, leave, take_thread
+from fdp._execution.thread_pool import SlotThread, above_slots, advance, common_number, leave, take_thread
 from fdp._execution.thread_state import ThreadState
 from fdp._placement.peers import PeerCall
 from fdp._placement.slot import Slot
 from fdp._trees import torch_private
-from fdp._trees.at_once import at_once
+from fdp._trees.uninterrupted import at_once
 
 
 def cores() -> int:

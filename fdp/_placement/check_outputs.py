@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fdp._placement.moves import is_inexact, layers
 from fdp._trees import torch_private
-from fdp._trees.listing import listed, quoted
+from fdp._trees.message_lists import listed, quoted
 from fdp._trees.opaque import is_array
 
 Weights = Sequence[float] | None

@@ -11,7 +11,7 @@ from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import Sharded, Slots
 from fdp._placement.split_dims import WHOLE, check_lists, flatten_args, resolve, rows_of
 from fdp._trees import torch_private
-from fdp._trees.listing import listed, odd_first
+from fdp._trees.message_lists import listed, odd_first
 from fdp._trees.tree import Flat, flatten
 from fdp._trees.types import Devices, Dims, Tree
 

@@ -7,8 +7,8 @@ import torch
 
 from fdp._placement.slot import current_slot
 from fdp._trees import torch_private
+from fdp._trees.not_compiled import constant_while_compiling
 from fdp._trees.types import DeviceLike, Devices
-from fdp._trees.untraced import constant_while_compiling
 
 _CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from fdp._placement.check_outputs import Column, Weights, are_alike, differing_i
 from fdp._placement.moves import Memo, accumulator, concat, copy_once, is_inexact, to_device, total
 from fdp._placement.packing import copy_all
 from fdp._trees.describe import first_difference
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.profiling import staged
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Dims, Tree

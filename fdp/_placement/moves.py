@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fdp._placement.transfers import Named, report
+from fdp._placement.transfer_log import Named, report
 from fdp._trees import torch_private
 from fdp._trees.tree import flatten, unflatten
 from fdp._trees.types import Tree

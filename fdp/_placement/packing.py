@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fdp._placement.moves import Memo, copy
-from fdp._placement.transfers import Named, report
+from fdp._placement.transfer_log import Named, report
 from fdp._trees import torch_private
 
 _LAYOUT = operator.attrgetter("layout")

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._placement.leaf_plan import LeafPlan
+from fdp._placement.leaf_table import table_of
 from fdp._placement.partition import Partition
-from fdp._placement.picture import table_of
 from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.slot import Slot
-from fdp._placement.transfers import Collective, Transfer
-from fdp._trees.table import Drawn, count_text, size_text, table
+from fdp._placement.transfer_log import Collective, Transfer
+from fdp._trees.printed import Drawn, count_text, size_text, table
 
 
 class Step(NamedTuple):

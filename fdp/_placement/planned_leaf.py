@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fdp._placement.check_outputs import JOINS
 from fdp._placement.join import resolve_specs
-from fdp._placement.transfers import Transfer, nbytes_of
-from fdp._trees.table import dtype_text
+from fdp._placement.transfer_log import Transfer, nbytes_of
+from fdp._trees.printed import dtype_text
 from fdp._trees.tree import flatten, leaves_up_to, tensors_in
 from fdp._trees.types import AUTO, Dims, Tree
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Self, cast
 import torch
 
 from fdp._placement.devices import as_devices
+from fdp._placement.leaf_table import Picture
 from fdp._placement.peers import ALONE, Located, Peers
-from fdp._placement.picture import Picture
 from fdp._placement.planned_leaf import on_slots
+from fdp._trees.printed import runs_text
 from fdp._trees.registry import register_leaf
-from fdp._trees.table import runs_text
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import AUTO, Auto, Dims, Tree
 

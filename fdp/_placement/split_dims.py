@@ -7,7 +7,7 @@ import torch
 
 from fdp._placement.partition import Partition
 from fdp._placement.sharded import Slots
-from fdp._trees.listing import listed, quoted
+from fdp._trees.message_lists import listed, quoted
 from fdp._trees.opaque import array_inside, is_array
 from fdp._trees.tree import Flat, flatten, lists_in
 from fdp._trees.types import Dims, Tree

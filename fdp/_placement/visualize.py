@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from fdp._placement.picture import Picture
+from fdp._placement.leaf_table import Picture
 from fdp._placement.planned_leaf import PlannedLeaf, planned
 from fdp._placement.sharded import Slots
-from fdp._trees.table import count_text
+from fdp._trees.printed import count_text
 from fdp._trees.tree import flatten
 from fdp._trees.types import Tree
 

@@ -10,7 +10,7 @@ from fdp._placement.join import join
 from fdp._placement.peers import ALONE, Joined
 from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
-from fdp._placement.transfers import Transfer
+from fdp._placement.transfer_log import Transfer
 from fdp._transforms.arguments import IN_ORDER, check_function, check_order, input_args, star_args
 from fdp._transforms.bind import run
 from fdp._transforms.call import Call, CallKind, Known, Options, State

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdp._placement.sharded import Slots
-from fdp._trees.listing import names
+from fdp._trees.message_lists import names
 from fdp._trees.types import Dims, Tree
 
 

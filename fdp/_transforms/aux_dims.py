@@ -2,7 +2,7 @@
 
 import torch
 
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.prefix import named_spec
 from fdp._trees.tree import flatten
 from fdp._trees.types import AUTO, Auto, Dims, Tree

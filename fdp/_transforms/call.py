@@ -20,10 +20,10 @@ from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf
 from fdp._placement.sharded import summary
 from fdp._placement.slot import Slot
-from fdp._placement.transfers import Transfer
+from fdp._placement.transfer_log import Transfer
 from fdp._transforms.arguments import Args
 from fdp._transforms.around import Around
-from fdp._trees.listing import note_lists
+from fdp._trees.message_lists import note_lists
 from fdp._trees.profiling import stage
 from fdp._trees.tracebacks import text_of
 from fdp._trees.tree import Flat

@@ -16,7 +16,7 @@ from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.peers import ALONE, Peers
 from fdp._placement.plan import Plan, Step
 from fdp._placement.planned_leaf import PlannedLeaf, of_outputs
-from fdp._placement.transfers import Transfer
+from fdp._placement.transfer_log import Transfer
 from fdp._transforms.arguments import check_function, star_args
 from fdp._transforms.aux_dims import dims_of
 from fdp._transforms.bind import run
@@ -32,8 +32,8 @@ from fdp._transforms.shards import (
 )
 from fdp._transforms.steps import begin, end, numbers_text, says, shards_text
 from fdp._transforms.sums import GradientPlan, Unused, gradient_plan
-from fdp._trees.listing import listed
-from fdp._trees.table import count_text
+from fdp._trees.message_lists import listed
+from fdp._trees.printed import count_text
 from fdp._trees.tracebacks import api_boundary, inside_boundary
 from fdp._trees.tree import Flat
 from fdp._trees.types import (

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fdp._placement.moves import layers
-from fdp._placement.transfers import differences
-from fdp._transforms.own_statistics import say_once
+from fdp._placement.transfer_log import differences
+from fdp._transforms.batch_norm_warning import say_once
 from fdp._trees import torch_private
-from fdp._trees.listing import names
+from fdp._trees.message_lists import names
 from fdp._trees.tree import tensors_in
 from fdp._trees.types import Tree
 

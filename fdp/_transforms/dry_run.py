@@ -15,7 +15,7 @@ from torch import nn
 
 from fdp._execution.thread_state import Carried
 from fdp._placement.sharded import Slots
-from fdp._placement.transfers import Watch, watched
+from fdp._placement.transfer_log import Watch, watched
 from fdp._trees import torch_private
 from fdp._trees.tracebacks import text_of
 from fdp._trees.tree import map_tensors, tree_map

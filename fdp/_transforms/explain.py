@@ -11,7 +11,7 @@ from fdp._execution.executor import how_run
 from fdp._execution.seeds import seed_of
 from fdp._placement.peers import ALONE, peers_of
 from fdp._placement.plan import Plan
-from fdp._placement.transfers import Collective, Transfer, Watch
+from fdp._placement.transfer_log import Collective, Transfer, Watch
 from fdp._transforms.apply import Joining
 from fdp._transforms.arguments import IN_ORDER, check_order, input_args
 from fdp._transforms.around import look_around

@@ -14,9 +14,9 @@ from fdp._execution.seeds import Seed
 from fdp._placement.partition import Partition
 from fdp._placement.plan import Plan
 from fdp._placement.slot import Slot
-from fdp._placement.transfers import Watch
+from fdp._placement.transfer_log import Watch
 from fdp._rows.drawing import Draw, Draws, DrawsDiffer
-from fdp._rows.noting import Notes, joined, two_numbers
+from fdp._rows.row_dims import Notes, joined, two_numbers
 from fdp._transforms.call import Known, State
 from fdp._transforms.dry_run import Fakes, problem_of, without_data
 from fdp._transforms.losses import Shard, aliases, loss_of, recording

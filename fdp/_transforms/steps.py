@@ -20,8 +20,8 @@ from fdp._placement.plan import Plan, Step
 from fdp._transforms.call import Known, State
 from fdp._transforms.row_seed import by_rows
 from fdp._trees import torch_private
-from fdp._trees.listing import listed
-from fdp._trees.table import count_text, runs_text
+from fdp._trees.message_lists import listed
+from fdp._trees.printed import count_text, runs_text
 
 
 def begin(known: Known) -> list[Step]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdp._placement.leaf_plan import LeafPlan
 from fdp._placement.moves import LARGE, accumulator, add, add_to
 from fdp._placement.packing import Packed, copy_or_packed, packed_copies
-from fdp._placement.transfers import Named
+from fdp._placement.transfer_log import Named
 from fdp._trees import torch_private
 from fdp._trees.registry import flattened
 from fdp._trees.types import Tree

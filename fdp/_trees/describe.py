@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import optree
 
-from fdp._trees.listing import MOST, around_difference, names
+from fdp._trees.message_lists import MOST, around_difference, names
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 

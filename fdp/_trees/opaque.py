@@ -20,7 +20,7 @@ import torch
 
 from fdp._trees import torch_private
 from fdp._trees.containers import NAMESPACE, Packed
-from fdp._trees.untraced import constant_while_compiling
+from fdp._trees.not_compiled import constant_while_compiling
 
 MOST_OBJECTS = 10_000  # some 20 ms
 TOO_MANY = object()

@@ -8,7 +8,7 @@ import optree
 
 from fdp._trees.containers import NAMESPACE
 from fdp._trees.describe import MAPPINGS, describe
-from fdp._trees.listing import names
+from fdp._trees.message_lists import names
 from fdp._trees.registry import HOLDERS, TreeValueError, is_leaf
 from fdp._trees.types import Auto, Dims, Tree
 

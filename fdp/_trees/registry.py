@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fdp._trees import torch_private
 from fdp._trees.containers import NAMESPACE, Packed, node_functions
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
+from fdp._trees.not_compiled import constant_while_compiling
 from fdp._trees.opaque import Refusal, refusal
 from fdp._trees.types import Tree
-from fdp._trees.untraced import constant_while_compiling
 
 PLAIN_LEAVES: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, torch.Size}
 HOLDERS: set[type] = set()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fdp._execution.fold_in import fold_in
 from fdp._placement.peers import Spread
-from fdp._trees.listing import quoted
+from fdp._trees.message_lists import quoted
 from fdp._trees.registry import register_leaf
 from fdp.data.collate import collate
 from fdp.data.loading import LoadedRows, RowLoader, Steps

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, same_of, sums
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 Grad = Tensor | None
 

@@ -17,12 +17,12 @@ from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import AllReduce, GradientSum
 from fdp.distributed._chain import Chain, Link
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import MOST, meet, objects, same_of, sums
 from fdp.distributed._outputs import Outline, Own, weighted
-from fdp.distributed._places import END, NO_ROWS_HERE, Tag
+from fdp.distributed._reports import END, NO_ROWS_HERE, Tag
 from fdp.distributed._sum import SCALE
 from fdp.distributed._table import MeshSlot, Table
+from fdp.distributed._waits_and_failures import Epoch
 
 
 class Same(NamedTuple):

@@ -15,11 +15,11 @@ from torch import Tensor
 from fdp._collectives.operations import Operation
 from fdp._placement.peers import Say
 from fdp.distributed._autograd import Grad, check_order, filled_up
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, same_of
-from fdp.distributed._places import Tag
 from fdp.distributed._reduce import over_processes
+from fdp.distributed._reports import Tag
 from fdp.distributed._table import Table
+from fdp.distributed._waits_and_failures import Epoch
 
 
 @final

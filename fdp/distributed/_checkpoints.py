@@ -18,11 +18,11 @@ from fdp._execution.process_lock import exclusively
 from fdp._placement.moves import bytes_of
 from fdp._trees.types import Tree
 from fdp.distributed._checkpoint_files import CheckpointFiles
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects, share
-from fdp.distributed._places import Tag
 from fdp.distributed._portable import bytes_in, has_data, pack, unpack
-from fdp.distributed._waits import in_thread
+from fdp.distributed._reports import Tag
+from fdp.distributed._waits_and_failures import Epoch
+from fdp.distributed._work_in_thread import in_thread
 
 _CHUNK = 2**26  # bytes that are sent at once
 _FORMAT = 1

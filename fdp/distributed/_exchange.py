@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fdp._placement.moves import accumulator, bytes_of
 from fdp._trees.tracebacks import text_of
-from fdp.distributed._epoch import Epoch
-from fdp.distributed._places import Elsewhere, Tag
+from fdp.distributed._reports import Elsewhere, Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 MOST = 24  # numbers: all headers have one size, since processes may meet with different ones by mistake
 

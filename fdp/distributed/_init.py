@@ -18,7 +18,7 @@ from fdp.distributed._exchange import objects
 from fdp.distributed._meeting_place import meeting_place
 from fdp.distributed._mesh import Mesh
 from fdp.distributed._peers import MeshPeers
-from fdp.distributed._places import Tag, first_sentence
+from fdp.distributed._reports import Tag, first_sentence
 from fdp.distributed._world import World, leave_at_exit
 
 _BELONGS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fdp.distributed._waits import in_thread, tell
+from fdp.distributed._work_in_thread import in_thread, tell
 
 _PAUSE = 0.005  # seconds between looks into the store
 _SLICE = 0.5  # seconds between looks at the limit

@@ -17,10 +17,10 @@ from fdp._placement.moves import accumulator, bytes_of, concat, is_inexact
 from fdp._placement.peers import Joined
 from fdp._trees.tree import Flat, flatten, leaves_up_to, unflatten
 from fdp._trees.types import Tree
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import all_of, objects
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
 from fdp.distributed._sum import SCALE
+from fdp.distributed._waits_and_failures import Epoch
 
 _GLOBAL = (None, "mean", "sum", "max", "min")
 

@@ -17,9 +17,9 @@ from fdp._placement.plan import Plan
 from fdp._placement.sharded import Slots
 from fdp._trees.tree import Flat
 from fdp._trees.types import Tree
+from fdp.distributed._agreement import check_values, kinds_of, said_of
 from fdp.distributed._call import MeshCall, Same
 from fdp.distributed._exchange import same_of
-from fdp.distributed._kinds import check_values, kinds_of, said_of
 from fdp.distributed._replicate import same_everywhere
 from fdp.distributed._step import Agreed, StepCall
 from fdp.distributed._world import World

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.tree import Flat, flatten, unflatten
 from fdp._trees.types import Tree
 

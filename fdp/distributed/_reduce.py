@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fdp._collectives.operations import Extreme, Operation, Scatter, Sum, counted
 from fdp._placement.moves import accumulator, total
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import all_of, sums
 from fdp.distributed._table import Table
+from fdp.distributed._waits_and_failures import Epoch
 
 
 def over_processes(

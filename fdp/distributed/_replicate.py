@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.tree import Flat, unflatten
 from fdp._trees.types import Tree
+from fdp.distributed._agreement import said_of, unlike
 from fdp.distributed._autograd import GradientSum
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, same_of, share
-from fdp.distributed._kinds import said_of, unlike
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 
 def same_everywhere(flat: Flat, epoch: Epoch, check_values: bool) -> Tree:

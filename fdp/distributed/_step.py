@@ -14,11 +14,11 @@ from fdp._trees.tree import Flat, map_tensors, tensors_in
 from fdp._trees.types import Tree
 from fdp.distributed._autograd import Refused
 from fdp.distributed._call import CAPTURED, MeshCall, Same
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, same_of
 from fdp.distributed._outputs import Outline, Own
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
 from fdp.distributed._sum import PLAIN, Wire
+from fdp.distributed._waits_and_failures import Epoch
 
 
 class End(NamedTuple):

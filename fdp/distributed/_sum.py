@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fdp._trees import torch_private
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import as_it_was, numbers_of, size_of, wire_dtype
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 SCALE = 2.0**-24  # of weights, exact: so a sum over that many rows is no larger than the largest mean
 PLAIN = 2  # the number of the weight of what is added up as it is

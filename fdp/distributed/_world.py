@@ -14,7 +14,7 @@ from fdp._execution.forks import is_forked
 from fdp._placement.slot import AXES
 from fdp._trees import torch_private
 from fdp._trees.profiling import NOTHING
-from fdp.distributed._epoch import Epoch
+from fdp.distributed._waits_and_failures import Epoch
 
 _WORLDS: "weakref.WeakKeyDictionary[Any, World]" = weakref.WeakKeyDictionary()
 

@@ -3,7 +3,7 @@
 It imports `_transforms`, `_collectives`, `_execution`, `_placement` and `_trees`.
 """
 
-from fdp._transforms.own_statistics import BatchNormWarning as BatchNormWarning
+from fdp._transforms.batch_norm_warning import BatchNormWarning as BatchNormWarning
 from fdp.nn._convert_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from fdp.nn._parallel_apply import parallel_apply as parallel_apply
 from fdp.nn._replicate import replicate as replicate

@@ -11,9 +11,9 @@ from fdp._execution.executor import check_executor
 from fdp._placement.devices import as_devices
 from fdp._placement.moves import copy, to_device
 from fdp._placement.partition import Partition, check_weights
+from fdp._trees.not_compiled import leave_all_alone
 from fdp._trees.tracebacks import api_boundary
 from fdp._trees.types import DeviceLike, Executor, Tree
-from fdp._trees.untraced import leave_all_alone
 from fdp.nn._device_ids import devices_of, index_of, warn_of_imbalance
 from fdp.nn._parallel_apply import check_lengths, run_modules
 from fdp.nn._replicate import Names, check_placement, replicas_of

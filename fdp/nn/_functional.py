@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp._transforms.dropped_buffers import note_changed
 from fdp._trees import torch_private
-from fdp._trees.listing import names, note_lists
+from fdp._trees.message_lists import names, note_lists
 from fdp._trees.registry import register_leaf
 from fdp.nn._functional_call import kind
 from fdp.nn._recipe import recipe_of

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias, final
 from torch import nn
 
 from fdp._execution.process_lock import exclusively
-from fdp._transforms.own_statistics import may_take_own, takes_own
+from fdp._transforms.batch_norm_warning import may_take_own, takes_own
 from fdp._trees import torch_private
 from fdp.nn._copier import Copier
-from fdp.nn._reachable import LruCache, is_settled, members, way_back
+from fdp.nn._no_clone import why_no_clone_of_classes
+from fdp.nn._reachable import is_settled, members, way_back
 from fdp.nn._tree import HOOKS, REGISTRIES, Attributes, Modules, beginning, join, odd_keys
 
 Key: TypeAlias = str | tuple[int, str, str] | None
@@ -74,8 +75,7 @@ class Recipe:
         if [*self.params, *self.buffers] != [*self.usual]:
             return f"{type(module).__name__} names its tensors in a way of its own"
         of_classes = [(f"the class {kind.__name__}", each) for kind in {*self.kinds()} for each in members(kind)]
-        cached = [path for path, each in of_classes if isinstance(each, LruCache)]  # keeps each instance it is of
-        return f"{cached[0]} has a cache" if cached else self._way_back(states, of_classes)
+        return why_no_clone_of_classes(of_classes) or self._way_back(states, of_classes)
 
     def kinds(self) -> list[Any]:
         """The class of each module."""

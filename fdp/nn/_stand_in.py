@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fdp._execution.guards import refuse_beside
 from fdp._execution.process_lock import exclusively
 from fdp._placement.slot import IN_PLACE
-from fdp._placement.transfers import differences
-from fdp._transforms.own_statistics import say_once, say_own
+from fdp._placement.transfer_log import differences
+from fdp._transforms.batch_norm_warning import say_once, say_own
 from fdp._trees import torch_private
 from fdp.nn._clone import Clone, clone
 from fdp.nn._recipe import Recipe

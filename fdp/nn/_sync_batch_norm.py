@@ -10,7 +10,7 @@ from fdp._collectives.api import psum
 from fdp._placement.moves import accumulator
 from fdp._placement.slot import AXES
 from fdp._trees import torch_private
-from fdp._trees.untraced import leave_all_alone
+from fdp._trees.not_compiled import leave_all_alone
 
 
 class SyncBatchNorm(torch_private.BatchNorm):

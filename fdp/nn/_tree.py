@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Container
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from fdp.nn._copier import Copier
+from fdp.nn._no_clone import is_foreign, why_no_clone
 from fdp.nn._reachable import is_settled
 from fdp.nn._values import is_constant
 
@@ -49,7 +49,8 @@ class Modules:
         self.all: list[nn.Module] = []
         self.paths: list[str] = []
         self.numbers: dict[int, int] = {}
-        self.registered, self.reason = 0, None
+        self.registered = 0
+        self.reason: str | None = None
         try:
             self._add(module, "")
             self.registered = len(self.all)
@@ -63,16 +64,9 @@ class Modules:
             self.all, self.paths, self.numbers, self.registered = [], [], {}, 0
 
     def _add(self, module: nn.Module, path: str) -> nn.Module:
-        kind = type(module)
-        if issubclass(kind, torch.jit.ScriptModule | nn.DataParallel):
-            what = "a DataParallel" if issubclass(kind, nn.DataParallel) else "scripted or traced"
-            self.reason = self.reason or f"{repr(path) if path else 'it'} is {what}: pass the Python module"
+        self.reason = self.reason or why_no_clone(module, path)
+        if is_foreign(module):
             return module
-        # Slots or a builtin base hold what is not in `__dict__`; `__del__` would run for the clone as well.
-        if kind.__basicsize__ != nn.Module.__basicsize__ or hasattr(kind, "__del__"):
-            self.reason = f"{kind.__name__} has __slots__ or __del__"
-        elif vars(module)["_backward_hooks"] and not module._is_full_backward_hook:  # it refers to its module weakly
-            self.reason = f"{kind.__name__} has a hook of register_backward_hook: register_full_backward_hook"
         if id(module) not in self.numbers:
             self.numbers[id(module)] = len(self.all)
             self.all.append(module)

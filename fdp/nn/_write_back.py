@@ -14,7 +14,7 @@ from fdp._placement.moves import is_expanded, layers
 from fdp._placement.replicated import Replicated
 from fdp._placement.sharded import summary
 from fdp._trees import torch_private
-from fdp._trees.listing import listed, names
+from fdp._trees.message_lists import listed, names
 from fdp.nn._functional_call import kind
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fdp._placement.devices import as_devices, virtual_devices
 from fdp._transforms.arguments import check_function, input_args
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.types import AUTO, Auto, AuxWeight, Devices, Dims, Executor, Function, Reduction, Tree
 from fdp.testing._case import WHERE, Case, CheckedRun, Way
 from fdp.testing._causes import agrees_in_sequence, cause_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fdp._placement.slot import Slot
-from fdp._placement.transfers import Watch, watched
+from fdp._placement.transfer_log import Watch, watched
 
 
 @dataclasses.dataclass

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fdp
-from fdp.distributed import _meeting_place, _waits, init, launch
+from fdp.distributed import _meeting_place, _work_in_thread, init, launch
 from fdp.distributed._exchange import meet
-from fdp.distributed._places import Tag
+from fdp.distributed._reports import Tag
 from tests.distributed.pool import Pool
 
 
@@ -29,10 +29,10 @@ from tests.distributed.pool import Pool
 )
 def test_when_lines_are_said(waits: Any, expected: list[float], monkeypatch: pytest.MonkeyPatch):
     found = list[float]()
-    monkeypatch.setattr(_waits, "_told", float("-inf"))
+    monkeypatch.setattr(_work_in_thread, "_told", float("-inf"))
     for began, now in waits:
-        monkeypatch.setattr(_waits.time, "monotonic", lambda now=now: now)
-        _waits.tell(began, lambda seconds, now=now: found.append(now) or "text")
+        monkeypatch.setattr(_work_in_thread.time, "monotonic", lambda now=now: now)
+        _work_in_thread.tell(began, lambda seconds, now=now: found.append(now) or "text")
     assert found == expected
 
 
@@ -52,7 +52,7 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
     paths = [folder / str(rank) for rank in range(len(mesh.slots))]
     kept, logger = Kept(paths[mesh.rank]), logging.getLogger("fdp.distributed")
     epoch = mesh.processes.world.epoch
-    before, _waits._AFTER, _waits._told = _waits._AFTER, 0.5, float("-inf")
+    before, _work_in_thread._AFTER, _work_in_thread._told = _work_in_thread._AFTER, 0.5, float("-inf")
     meet(epoch, Tag("all begin together"))
     logger.addHandler(kept)
     try:
@@ -64,7 +64,7 @@ def waits(mesh: Any, late: int, folder: Path) -> str:
         for _ in range(2):
             meet(epoch, Tag("this call"), [1, 2])
     finally:
-        _waits._AFTER = before
+        _work_in_thread._AFTER = before
         logger.removeHandler(kept)
     return paths[mesh.rank].read_text() if paths[mesh.rank].exists() else ""
 
@@ -100,8 +100,8 @@ def test_init_says_for_whom_it_waits_and_hears_ctrl_c(
     monkeypatch.setattr(_meeting_place, "rendezvous", lambda *args, **options: iter([(AskedFor(), rank, 3)]))
     for name, value in {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_waits, "_AFTER", 0.1)
-    monkeypatch.setattr(_waits, "_told", float("-inf"))
+    monkeypatch.setattr(_work_in_thread, "_AFTER", 0.1)
+    monkeypatch.setattr(_work_in_thread, "_told", float("-inf"))
     hits = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     hits.start()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fdp.distributed import _epoch, _init
-from fdp.distributed._epoch import Epoch
-from fdp.distributed._places import Tag
+from fdp.distributed import _init, _waits_and_failures
+from fdp.distributed._reports import Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 
 class Work:
@@ -36,8 +36,8 @@ def test_tensors_go_by_their_device(device: str, monkeypatch: pytest.MonkeyPatch
     world, own, made = Group("of all devices"), Group("between CPUs"), list[Any]()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     epoch = Epoch([store, store], 0, 0, 1, datetime.timedelta(seconds=5))
-    monkeypatch.setattr(_epoch, "ProcessGroupGloo", lambda *args: made.append(args) or own)
-    monkeypatch.setattr(_epoch.dist, "group", type("group", (), {"WORLD": world}))
+    monkeypatch.setattr(_waits_and_failures, "ProcessGroupGloo", lambda *args: made.append(args) or own)
+    monkeypatch.setattr(_waits_and_failures.dist, "group", type("group", (), {"WORLD": world}))
     x = torch.ones(3, device=device)
     epoch.send(Tag("this"), x, lambda group: group.allreduce([x]))()
     assert world.sent == ([] if device == "cpu" else [x])

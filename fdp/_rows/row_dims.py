@@ -8,7 +8,7 @@ import torch
 from fdp._placement.slot import Slot
 from fdp._rows.drawing import AT_ONCE, DEPENDS, ONE_BY_ONE, Draw, Kind
 from fdp._rows.numbered import Called, Numbered, each_of, names, where_called
-from fdp._rows.order import RowOrder
+from fdp._rows.row_order import RowOrder
 from fdp._trees import torch_private
 
 _PRIMES = 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fdp._placement.moves import bytes_of
 from fdp._placement.sharded import Sharded, Slots, leaf_tensors
-from fdp._trees.listing import listed
+from fdp._trees.message_lists import listed
 from fdp._trees.tree import Flat, digest_of, flatten
-from fdp.distributed._epoch import Epoch
 from fdp.distributed._exchange import meet, objects
-from fdp.distributed._places import Elsewhere, Tag
+from fdp.distributed._reports import Elsewhere, Tag
+from fdp.distributed._waits_and_failures import Epoch
 
 
 def kinds_of(flats: Sequence[Flat]) -> list[Any]:

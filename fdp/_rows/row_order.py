@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp._rows.moving import OVERWRITES, VIEWS, MadeOf, counts, moves, row_dims
+from fdp._rows.moving_operations import OVERWRITES, VIEWS, MadeOf, counts, moves, row_dims
 from fdp._rows.numbered import Called, where_called
 from fdp._trees.tree import tensors_in
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from fdp._placement.planned_leaf import PlannedLeaf
-from fdp._trees.table import Drawn, runs_text, size_text, table
+from fdp._trees.printed import Drawn, runs_text, size_text, table
 
 _NUMBERS = ("bytes per slot", "copies")
 _COLUMNS: dict[str, Callable[[PlannedLeaf], str]] = {

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from fdp._trees.tracebacks import text_of
-from fdp.distributed._places import Elsewhere, Failure, Tag, Waiting, failed, first_sentence, fit, unlike
-from fdp.distributed._waits import in_thread, tell
+from fdp.distributed._reports import Elsewhere, Failure, Tag, Waiting, failed, first_sentence, fit, unlike
+from fdp.distributed._work_in_thread import in_thread, tell
 
 T = TypeVar("T")
 _FIRST, _LONGEST = 0.05, 0.5  # seconds between two looks at the others; Python looks at signals as often

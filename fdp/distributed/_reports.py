@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fdp._trees.listing import differing
+from fdp._trees.message_lists import differing
 from fdp._trees.tracebacks import text_of
 
 END = "the end of "

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from fdp._placement.slot import AXES
-from fdp._placement.transfers import differences
+from fdp._placement.transfer_log import differences
 from fdp._trees import torch_private
-from fdp._trees.listing import names
+from fdp._trees.message_lists import names
 from fdp._trees.tracebacks import warn
 
 

@@ -53,7 +53,7 @@ from fdp.nn._write_back import set_grads as set_grads
 
 _leave_alone("fdp", but={"fdp._transforms.differentiate.Differentiation"})
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from fdp import distributed as distributed
